@@ -59,9 +59,10 @@ class VersionedEngine(ABC):
         self._incoming: Incoming | None = None
         self._known_plan = b""
         """Hash of the plan that the workers know."""
-        self._half_written_since = 0.0
-        """When generation was paused for a transfer that is put in place as it arrives (time.perf_counter()); 0: there
-        is none."""
+        self._half_written = False
+        """Generation is paused for a transfer that is put in place as it arrives."""
+        self._pause_ordered_s = self._pause_answered_s = 0.0
+        """When the last pause was ordered, and when the engine said that it stands still (time.perf_counter())."""
 
     @abstractmethod
     async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
@@ -79,6 +80,10 @@ class VersionedEngine(ABC):
     @abstractmethod
     async def _resume(self) -> None:
         """Ends the pause, if there is one."""
+
+    def _last_token_s(self) -> float:
+        """When the last token before the pause arrived (time.perf_counter()), as nearly as the engine tells."""
+        return self._pause_answered_s
 
     @abstractmethod
     async def _label(self, version: Version, cache_key: str) -> None:
@@ -154,12 +159,11 @@ class VersionedEngine(ABC):
         if incoming.shadow:
             await self._ask(WorkerMethods.begin)
             return
-        began = time.perf_counter()
         await self._enter_pause("keep")
         if self._incoming is not incoming:  # aborted while generation came to its pause: nothing was written yet
             await self._leave_pause()
             raise nothing_prepared()
-        self._half_written_since = began
+        self._half_written = True
         await self._ask(WorkerMethods.begin, paused=True)
 
     @property
@@ -170,7 +174,7 @@ class VersionedEngine(ABC):
     @property
     def half_written(self) -> bool:
         """See `EngineWeights`."""
-        return bool(self._half_written_since)
+        return self._half_written
 
     async def received(self) -> ReceiveReport:
         """See `EngineWeights`."""
@@ -184,8 +188,7 @@ class VersionedEngine(ABC):
 
     async def commit(self, version: Version | None, cache_policy: CachePolicy) -> CommitReport:
         """See `EngineWeights`. From here on an abort does not end the pause."""
-        incoming, began = self._incoming, self._half_written_since or time.perf_counter()
-        self._incoming, self._half_written_since = None, 0.0
+        incoming, self._incoming, self._half_written = self._incoming, None, False
         served = False
         try:
             if incoming is None:
@@ -201,11 +204,12 @@ class VersionedEngine(ABC):
         finally:
             if not served:
                 await self._drop_version()
+            stopped = max(self._pause_ordered_s, self._last_token_s())
             await self._leave_pause()
         return CommitReport(
             apply_s=max(worker.apply_s for worker in placed),
             compare_s=max(worker.compare_s for worker in placed),
-            pause_s=time.perf_counter() - began,
+            pause_s=time.perf_counter() - stopped,
             loader_tensors=max(worker.loader_tensors for worker in placed),
             loader_bytes=max(worker.loader_bytes for worker in placed),
             staging_bytes=max(worker.staging_bytes for worker in placed),
@@ -218,8 +222,8 @@ class VersionedEngine(ABC):
         self._incoming = None
         if self._started():
             await self._ask(WorkerMethods.abort)
-            if self._half_written_since:
-                self._half_written_since = 0.0
+            if self._half_written:
+                self._half_written = False
                 await self._drop_version()
                 await self._leave_pause()
 
@@ -261,12 +265,18 @@ class VersionedEngine(ABC):
                 return done
 
     async def _enter_pause(self, cache_policy: CachePolicy) -> None:
+        """Pauses, or changes the cache policy of the pause that it is in."""
+        first = self._may_begin.is_set()
+        if first:
+            self._pause_ordered_s = time.perf_counter()
         self._may_begin.clear()
         try:
             await self._pause(cache_policy)
         except BaseException:
             self._may_begin.set()
             raise
+        if first:
+            self._pause_answered_s = time.perf_counter()
 
     async def _leave_pause(self) -> None:
         try:

@@ -35,7 +35,8 @@ class CommitReport:
     compare_s: float
     """Time to compare the parameters bit for bit with what was received, of the slowest worker."""
     pause_s: float
-    """Time from the order to pause until generation could continue."""
+    """Time from the last token under the old version, or the order to pause where that came later, until generation
+    could continue."""
     loader_tensors: int
     """Tensors that went whole through the engine's own loader."""
     loader_bytes: int = 0

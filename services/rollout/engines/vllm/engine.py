@@ -126,6 +126,8 @@ class VllmEngine(VersionedEngine):
             vllm_options.check_model(config)
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=False)
         self._scheduler.attach(llm, others=not arguments.disable_log_stats)
+        if self._marks is not None:
+            self._marks.attach(llm)
         self._tokenizer = llm.get_tokenizer()
         self._lora_request = None if self._adapter is None else lora_request()
         named = llm.model_config.try_get_generation_config().get("eos_token_id")
@@ -233,11 +235,14 @@ class VllmEngine(VersionedEngine):
     async def _resume(self) -> None:
         await self._llm.resume_generation()
 
+    def _last_token_s(self) -> float:
+        return self._scheduler.last_step_s
+
     async def _end_requests(self) -> None:
         await self._llm.abort(list(self._running))
 
     async def _label(self, version: Version, cache_key: str) -> None:
         if self._marks is not None:
-            await self._marks.swapped(self._llm, version)
+            await self._marks.swapped(version)
         else:
             await self._llm.update_weight_version(str(version))

@@ -151,7 +151,7 @@ def check_api(llm: type, client: type) -> None:
     """Raises InvalidState naming what AsyncLLM and its AsyncMPClient lack in this release."""
     needed = {
         "AsyncLLM": (llm, ("resume_generation", "collective_rpc", "generate", "abort", "from_vllm_config")),
-        "AsyncMPClient": (client, ("pause_scheduler_async",)),
+        "AsyncMPClient": (client, ("pause_scheduler_async", "get_output_async")),
     }
     missing = [f"{of}.{name}" for of, (found, names) in needed.items() for name in names if not hasattr(found, name)]
     if missing:

@@ -4,6 +4,7 @@ vLLM has statistics off or on as a whole. On, they cost the replica's event loop
 Prometheus that nobody reads. Here only the scheduler's own numbers are taken.
 """
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,8 @@ class SchedulerStats:
     def __init__(self) -> None:
         self.last: EngineStats | None = None
         """None before the first step."""
+        self.last_step_s = 0.0
+        """When the last step's tokens arrived (time.perf_counter())."""
         self._prompt_tokens = self._cached_prompt_tokens = self._preempted = 0
         self._cleared = self._cleared_left = 0
         """Requests whose keys and values were cleared by a pause; those of them that may not have begun again yet."""
@@ -42,6 +45,7 @@ class SchedulerStats:
 
     def record(self, *arguments: Any, scheduler_stats: Any = None, **named: Any) -> None:
         """Called by AsyncLLM with the outputs of each step."""
+        self.last_step_s = time.perf_counter()
         if scheduler_stats is not None:
             waiting = scheduler_stats.num_waiting_reqs + getattr(scheduler_stats, "num_skipped_waiting_reqs", 0)
             if (prompts := scheduler_stats.prefix_cache_stats) is not None:

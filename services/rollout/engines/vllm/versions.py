@@ -6,8 +6,8 @@ from typing import Any
 from millrace.ids import Version
 from services.rollout.engine import VersionSpan
 
-SETTLE_S = 0.002
-SETTLE_ROUNDS = 500
+SETTLE_S = 1.0
+"""How long outputs may take to be counted once their engine has paused."""
 
 
 class VersionMarks:
@@ -16,6 +16,23 @@ class VersionMarks:
     def __init__(self) -> None:
         self._marks: dict[str, list[tuple[Version, int]]] = {}
         self._ended: dict[str, list[tuple[Version, int]]] = {}
+        self._client: Any = None
+        self._processor: Any = None
+        self._counted = True
+        """Whether AsyncLLM has counted the tokens of all outputs that it took from its queue."""
+
+    def attach(self, llm: Any) -> None:
+        """Follows an AsyncLLM that has not generated yet."""
+        self._client, self._processor = llm.engine_core, llm.output_processor
+        take = self._client.get_output_async
+
+        async def taken() -> Any:
+            self._counted = True  # it asks for the next output
+            output = await take()
+            self._counted = False
+            return output
+
+        self._client.get_output_async = taken
 
     def began(self, request_id: str, version: Version | None) -> None:
         self._marks[request_id] = [] if version is None else [(version, 0)]
@@ -28,16 +45,19 @@ class VersionMarks:
         self._marks.pop(request_id, None)
         self._ended.pop(request_id, None)
 
-    async def swapped(self, llm: Any, version: Version) -> None:
-        """Marks all requests in flight. `llm` is a paused AsyncLLM: no token is sampled, but tokens that were sampled
-        before may still be on their way here. So the counts are read until they no longer change, and until every
-        request that vLLM has finished has called `ended`."""
-        counts = _counts(llm)
-        for _ in range(SETTLE_ROUNDS):
-            await asyncio.sleep(SETTLE_S)
-            if (latest := _counts(llm)) == counts and self._marks.keys() <= counts.keys():
+    async def swapped(self, version: Version) -> None:
+        """Marks all requests in flight, of an AsyncLLM that is paused: no token is sampled.
+
+        The answer to the order to pause came after all outputs on the same socket, so they are in AsyncLLM's queue.
+        What is waited for here is that their tokens are counted, and that every request that vLLM has finished has
+        called `ended`: some turns of the event loop, without a message.
+        """
+        began = asyncio.get_running_loop().time()
+        while not (self._all_counted() and self._marks.keys() <= self._counts().keys()):
+            if asyncio.get_running_loop().time() - began > SETTLE_S:
                 break
-            counts = latest
+            await asyncio.sleep(0)
+        counts = self._counts()
         for request_id, marks in self._marks.items():
             count = counts.get(request_id, 0)
             if marks and marks[-1][1] == count:
@@ -50,10 +70,12 @@ class VersionMarks:
         ends = [start for _, start in marks[1:]] + [tokens]
         return tuple(VersionSpan(v, start, end) for (v, start), end in zip(marks, ends, strict=True))
 
+    def _all_counted(self) -> bool:
+        return self._counted and bool(self._client.outputs_queue.empty())
 
-def _counts(llm: Any) -> dict[str, int]:
-    """Response tokens that have arrived, by the request id that `generate` was called with."""
-    return {
-        getattr(state, "external_req_id", request_id): state.detokenizer.num_output_tokens()
-        for request_id, state in llm.output_processor.request_states.items()
-    }
+    def _counts(self) -> dict[str, int]:
+        """Response tokens that have been counted, by the request id that `generate` was called with."""
+        return {
+            getattr(state, "external_req_id", request_id): state.detokenizer.num_output_tokens()
+            for request_id, state in self._processor.request_states.items()
+        }

@@ -428,16 +428,18 @@ def test_versions_that_we_mark_are_those_that_vllm_reports(
     engine: Any = case.engine
     if engine._marks is not None:
         pytest.skip("this release of vLLM reports none")
-    marks, reported = VersionMarks(), []
+    marks, reported, client = VersionMarks(), [], engine._llm.engine_core
 
     def spans(request_id: str, output: Any, tokens: int) -> Any:
         reported.append(tuple(VersionSpan(Version(int(s.version)), s.start, s.end) for s in output.weight_versions))
         return marks.spans(request_id, tokens)
 
     async def label(version: Version, cache_key: str) -> None:
-        await marks.swapped(engine._llm, version)
+        await marks.swapped(version)
         await engine._llm.update_weight_version(str(version))
 
+    monkeypatch.setattr(client, "get_output_async", client.get_output_async)
+    marks.attach(engine._llm)
     monkeypatch.setattr(engine, "_marks", marks)
     monkeypatch.setattr(engine, "_spans", spans)
     monkeypatch.setattr(engine, "_label", label)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -246,6 +247,49 @@ def test_an_abort_during_a_commit_leaves_workers_paused() -> None:
         engine.workers.may_place.set()
         await committing
         assert not engine.paused
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("shadow", [True, False])
+@pytest.mark.parametrize("told", [True, False])
+def test_the_pause_begins_with_the_last_token(shadow: bool, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`told`: the engine tells when its last token came; otherwise the answer to the order to pause counts."""
+    token_s = [0.0]
+    if told:
+        monkeypatch.setattr(FakeEngine, "_last_token_s", lambda _: token_s[0])
+
+    async def scenario() -> None:
+        engine = FakeEngine()
+        await engine.prepare(REQUEST)
+        if shadow:
+            engine._incoming = Incoming(REQUEST, True)
+        pausing = asyncio.create_task(engine.commit(Version(2), "keep") if shadow else engine.begin_receive())
+        await asyncio.sleep(0.2)  # the steps that it had begun
+        token_s[0] = stopped = time.perf_counter()
+        engine.may_pause.set()
+        if not shadow:
+            await pausing
+            pausing = asyncio.create_task(engine.commit(Version(2), "keep"))
+        await asyncio.sleep(0.05)
+        engine.workers.may_place.set()
+        report = await pausing
+        assert 0.05 <= report.pause_s + 1e-3 <= time.perf_counter() - stopped + 2e-3
+
+    asyncio.run(scenario())
+
+
+def test_the_pause_of_an_engine_that_has_nothing_to_do_begins_with_its_order() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        engine.may_pause.set()
+        engine.workers.may_place.set()
+        engine._last_token_s = lambda: 0.0  # type: ignore[method-assign]
+        await engine.prepare(REQUEST)
+        began = time.perf_counter()
+        await engine.begin_receive()
+        report = await engine.commit(Version(2), "keep")
+        assert 0.0 < report.pause_s <= time.perf_counter() - began
 
     asyncio.run(scenario())
 

@@ -1,7 +1,9 @@
 """Marking versions ourselves, for engines that do not report them."""
 
 import asyncio
+from collections.abc import Coroutine
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,16 +13,42 @@ from services.rollout.engines.vllm.versions import VersionMarks
 
 
 class PausedEngine:
-    """The part of an AsyncLLM that the marks read: how many tokens of each request have arrived."""
+    """What the marks read of an AsyncLLM that is paused: the tokens of each request, and outputs that it has still to
+    take from its queue, one output being the tokens of each request from then on."""
 
-    def __init__(self, arrivals: list[dict[str, int]]) -> None:
-        self._arrivals = arrivals
-        self.output_processor = self
+    def __init__(self, marks: VersionMarks, *counts: dict[str, int], turns: int = 0) -> None:
+        self.engine_core = self.output_processor = self
+        self.request_states: dict[str, SimpleNamespace] = {}
+        self.outputs_queue: asyncio.Queue[dict[str, int]] = asyncio.Queue()
+        self._turns = turns
+        self._count(counts[0])
+        for later in counts[1:]:
+            self.outputs_queue.put_nowait(later)
+        marks.attach(self)
 
-    @property
-    def request_states(self) -> dict[str, SimpleNamespace]:
-        counts = self._arrivals.pop(0) if len(self._arrivals) > 1 else self._arrivals[0]
-        return {
+    async def get_output_async(self) -> dict[str, int]:
+        return await self.outputs_queue.get()
+
+    async def handle_outputs(self) -> None:
+        """AsyncLLM's task, which lets others run between taking an output and counting its tokens."""
+        while True:
+            output = await self.get_output_async()
+            for _ in range(self._turns):
+                await asyncio.sleep(0)
+            self._count(output)
+
+    def while_handling(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work` beside AsyncLLM's task."""
+
+        async def both() -> None:
+            handling = asyncio.create_task(self.handle_outputs())
+            await work
+            handling.cancel()
+
+        asyncio.run(both())
+
+    def _count(self, counts: dict[str, int]) -> None:
+        self.request_states = {
             f"internal-{name}": SimpleNamespace(
                 external_req_id=name, detokenizer=SimpleNamespace(num_output_tokens=lambda count=count: count)
             )
@@ -36,9 +64,9 @@ def test_tokens_belong_to_the_version_that_was_in_place() -> None:
     marks = VersionMarks()
     marks.began("a", Version(1))
     marks.began("b", Version(1))
-    asyncio.run(marks.swapped(PausedEngine([{"a": 3, "b": 0}]), Version(2)))
+    PausedEngine(marks, {"a": 3, "b": 0}).while_handling(marks.swapped(Version(2)))
     marks.began("c", Version(2))
-    asyncio.run(marks.swapped(PausedEngine([{"a": 3, "b": 5, "c": 2}]), Version(3)))
+    PausedEngine(marks, {"a": 3, "b": 5, "c": 2}).while_handling(marks.swapped(Version(3)))
     for name in "abc":
         marks.ended(name)
     assert marks.spans("a", 9) == spans((1, 0, 3), (3, 3, 9))
@@ -49,7 +77,7 @@ def test_tokens_belong_to_the_version_that_was_in_place() -> None:
 def test_a_sample_that_ended_before_the_swap_has_one_version() -> None:
     marks = VersionMarks()
     marks.began("a", Version(1))
-    asyncio.run(marks.swapped(PausedEngine([{"a": 7}]), Version(2)))
+    PausedEngine(marks, {"a": 7}).while_handling(marks.swapped(Version(2)))
     marks.ended("a")
     assert marks.spans("a", 7) == spans((1, 0, 7))
 
@@ -61,21 +89,23 @@ def test_a_sample_that_the_engine_counts_no_more_has_one_version(told_s: float) 
     marks.began("b", Version(1))
 
     async def ends_as_the_version_comes() -> None:
-        swapping = asyncio.create_task(marks.swapped(PausedEngine([{"b": 2}]), Version(2)))
+        swapping = asyncio.create_task(marks.swapped(Version(2)))
         await asyncio.sleep(told_s)
         marks.ended("a")
         await swapping
 
-    asyncio.run(ends_as_the_version_comes())
+    PausedEngine(marks, {"b": 2}).while_handling(ends_as_the_version_comes())
     marks.ended("b")
     assert marks.spans("a", 7) == spans((1, 0, 7))
     assert marks.spans("b", 3) == spans((1, 0, 2), (2, 2, 3))
 
 
-def test_tokens_still_on_their_way_when_the_engine_paused_are_counted() -> None:
+@pytest.mark.parametrize("turns", [0, 1, 7])
+def test_tokens_still_on_their_way_when_the_engine_paused_are_counted(turns: int) -> None:
     marks = VersionMarks()
     marks.began("a", Version(1))
-    asyncio.run(marks.swapped(PausedEngine([{"a": 3}, {"a": 4}, {"a": 5}, {"a": 5}]), Version(2)))
+    engine = PausedEngine(marks, {"a": 3}, {"a": 4}, {"a": 5}, turns=turns)
+    engine.while_handling(marks.swapped(Version(2)))
     marks.ended("a")
     assert marks.spans("a", 8) == spans((1, 0, 5), (2, 5, 8))
 
