@@ -129,17 +129,20 @@ def check_model(config: Any) -> None:
         fix = "leave that option out, take a newer vLLM, or use a model without them."
         raise refused("model.path", model.model, reason, fix)
     if config.lora_config is not None:
-        _check_lora(model)
+        _check_lora(model, cpu=cpu)
 
 
-def _check_lora(model: Any) -> None:
+def _check_lora(model: Any, *, cpu: bool) -> None:
     """Raises InvalidJob where vLLM has no adapters for the model. `model` is vLLM's ModelConfig."""
+    import torch
     from vllm.model_executor.model_loader.utils import get_model_architecture
     from vllm.model_executor.models import supports_lora
 
     implementation, _ = get_model_architecture(model)
     if not supports_lora(implementation):
         raise not_served(f"vLLM's {implementation.__name__} serves no adapters")
+    if model.dtype == torch.float32 and not cpu:
+        raise not_served("on a GPU vLLM computes adapters in bfloat16 and float16 alone, and rollout.dtype is float32")
 
 
 def _experts(model: Any) -> int:

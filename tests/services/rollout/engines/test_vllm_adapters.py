@@ -25,7 +25,11 @@ from tests.services.rollout.jobs import ENGINE_OPTIONS, adapter_job
 from tests.services.rollout.reference import logprobs
 from tests.shard_sender import Shards, ShardSender
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.e2e,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU vLLM computes no adapter in float32"),
+]
 RANK, ALPHA = 5, 16.0
 """vLLM has no kernels for this rank: the slot has 8."""
 CLOSE = 1e-4

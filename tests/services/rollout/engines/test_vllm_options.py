@@ -11,6 +11,7 @@ import pytest
 from millrace.engines import ENGINES
 from millrace.errors import InvalidJob, InvalidState
 from services.rollout.engines import create, import_errors, probe
+from services.rollout.engines.adapter import adapter_shape
 from services.rollout.engines.options import has_latents
 from services.rollout.engines.vllm.options import (
     check_api,
@@ -19,7 +20,7 @@ from services.rollout.engines.vllm.options import (
 )
 from services.rollout.nodes.place import EngineStart
 from tests.models import byte_tokenizer
-from tests.services.rollout.jobs import job_spec
+from tests.services.rollout.jobs import adapter_job, job_spec
 from tests.services.trainer.backends.megatron import tiny
 
 
@@ -107,6 +108,24 @@ def test_weights_that_vllm_repacks_are_refused(on_latents: Path) -> None:
     arguments = engine_arguments(job_spec(on_latents, "vllm", rollout={"engine_options": packed}))
     with pytest.raises(InvalidJob, match=r"attention on latents by AMX_MLA, which vLLM repacks"):
         check_model(arguments.create_engine_config())
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_in_float32_is_refused_on_a_gpu(
+    tied_model: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    spec = adapter_job(tied_model, "vllm", rollout={"dtype": dtype})
+    config = engine_arguments(spec, adapter_shape(spec)).create_engine_config()
+    check_model(config)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    if dtype == "bfloat16":
+        check_model(config)
+    else:
+        with pytest.raises(InvalidJob, match=r"model\.lora\.merge.*rollout\.dtype is float32"):
+            check_model(config)
 
 
 def test_a_nodes_share_of_the_workers(tied_model: Path) -> None:
