@@ -21,6 +21,8 @@ ON_LATENTS: dict[str, Any] = {
     "compilation_config": {"custom_ops": ["-rotary_embedding"]},
 }
 """Arguments that vLLM's CPU build needs for attention on latents."""
+FUSION_NEEDS_MULTICAST = ("0.25.", "0.26.")
+"""Releases that fuse all-reduce and norm by NVLink multicast also where the GPUs have none."""
 
 
 def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: EngineStart | None = None) -> Any:
@@ -66,7 +68,20 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: 
     }
     if start is not None:
         arguments |= _node_arguments(spec, start)
-    return AsyncEngineArgs(**arguments)
+    return without_broken_fusion(AsyncEngineArgs(**arguments))
+
+
+def without_broken_fusion(arguments: Any) -> Any:
+    """`arguments`, AsyncEngineArgs, with the fusion of `FUSION_NEEDS_MULTICAST` off unless they say otherwise. On, its
+    kernel reads a null address, and an engine over several GPUs ends as it starts (vLLM's pull request 49043)."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    passes = arguments.compilation_config.pass_config
+    broken = vllm.__version__.startswith(FUSION_NEEDS_MULTICAST) and not current_platform.is_cpu()
+    if broken and arguments.tensor_parallel_size > 1 and passes.fuse_allreduce_rms is None:
+        passes.fuse_allreduce_rms = False
+    return arguments
 
 
 def _node_arguments(spec: JobSpec, start: EngineStart) -> dict[str, Any]:

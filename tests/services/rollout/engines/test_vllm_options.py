@@ -128,6 +128,38 @@ def test_an_adapter_in_float32_is_refused_on_a_gpu(
             check_model(config)
 
 
+ASKED_FOR = {"compilation_config": {"pass_config": {"fuse_allreduce_rms": True}}}
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("release", "on_gpus", "options", "fused"),
+    [
+        ("0.26.0", True, {"tensor_parallel_size": 2}, False),
+        ("0.26.0", True, {"tensor_parallel_size": 2, **ASKED_FOR}, True),
+        ("0.26.0", True, {}, None),
+        ("0.26.0", False, {"tensor_parallel_size": 2}, None),
+        ("0.27.0", True, {"tensor_parallel_size": 2}, None),
+    ],
+)
+def test_a_fusion_that_needs_multicast_is_off_where_vllm_does_not_look_for_it(
+    tied_model: Path,
+    release: str,
+    on_gpus: bool,
+    options: dict[str, Any],
+    fused: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None leaves it to vLLM."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(vllm, "__version__", release)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: not on_gpus)
+    arguments = engine_arguments(job_spec(tied_model, "vllm", rollout={"engine_options": options}))
+    assert arguments.compilation_config.pass_config.fuse_allreduce_rms is fused
+
+
 def test_a_nodes_share_of_the_workers(tied_model: Path) -> None:
     start = EngineStart(1, 2, "10.0.0.1", 25000, 7, "tcp://")
     spec = job_spec(tied_model, "vllm", rollout={"engine_options": {"tensor_parallel_size": 2}})

@@ -17,7 +17,7 @@ from millrace.engines.vllm import SET_BY_REPLICAS
 from millrace.errors import InvalidJob
 from services.rollout.engines.options import has_latents, mistake_in
 from services.rollout.engines.vllm.environment import before_start, set_cpu_environment
-from services.rollout.engines.vllm.options import CPU_KV_CACHE_BYTES, ON_LATENTS
+from services.rollout.engines.vllm.options import CPU_KV_CACHE_BYTES, ON_LATENTS, without_broken_fusion
 from services.rollout.engines.vllm.processes import shut_down, start_errors
 from services.rollout.pools.engine import PoolModel
 
@@ -116,4 +116,4 @@ def pool_arguments(model: PoolModel, defaults: Mapping[str, Any], fixed: Mapping
         "generation_config": "vllm",
         "enable_log_requests": False,
     }
-    return AsyncEngineArgs(**arguments | pool.engine_options | set_here | dict(fixed))
+    return without_broken_fusion(AsyncEngineArgs(**arguments | pool.engine_options | set_here | dict(fixed)))
