@@ -64,6 +64,8 @@ CASES = (
     Case("fsdp2", "LoRA 32, recompute, offload parameters", {"offload_parameters": True}, recompute=True, lora=True),
     Case("fsdp2", "offload parameters", {"offload_parameters": True}),
     Case("fsdp2", "offload optimizer", {"offload_optimizer": True}),
+    Case("fsdp2", "recompute, offload optimizer", {"offload_optimizer": True}, recompute=True),
+    Case("fsdp2", "LoRA 32, recompute, offload activations", {"offload_activations": True}, recompute=True, lora=True),
     Case("megatron", "none"),
     Case("megatron", "recompute", recompute=True),
     Case("megatron", "recompute mlp, layernorm", selective("mlp", "layernorm")),
@@ -125,15 +127,21 @@ def update(backend: Backend, meter: MemoryMeter, batches: Sequence[MicroBatch]) 
     return time.perf_counter() - began
 
 
+def prepared(spec: JobSpec, world: World, options: argparse.Namespace) -> tuple[Backend, MemoryMeter, list[MicroBatch]]:
+    """A backend, what measures it, and an update's micro-batches."""
+    backend = build(spec, world.device)
+    meter = MemoryMeter(spec, backend, world.rank, world.size)
+    batches = full_batches(options.microbatches, options.budget, options.length, shape(options).vocabulary)
+    meter.tokens = sum(batches[0].lengths)
+    return backend, meter, batches
+
+
 def measured(case: Case, folder: Path, world: World, options: argparse.Namespace) -> dict[str, Any]:
     """The row of a case: GiB of each part, predicted and measured, and tokens a second."""
     spec = job_spec(case, folder, options.budget, "bfloat16" if world.device.type == "cuda" else "float32")
     row: dict[str, Any] = {"backend": case.backend, "case": case.name}
     try:
-        backend = build(spec, world.device)
-        meter = MemoryMeter(spec, backend, world.rank, world.size)
-        batches = full_batches(options.microbatches, options.budget, options.length, shape(options).vocabulary)
-        meter.tokens = sum(batches[0].lengths)
+        backend, meter, batches = prepared(spec, world, options)
         seconds = []
         for number in range(options.updates + 1):
             meter.begin_step(number + 1, options.budget)

@@ -34,6 +34,12 @@ BESIDE = (
     (cut("qwen3-30b-a3b", 6), job("megatron"), 1, 16384, 93.0),
     (cut("qwen3-8b", 36), job(activation_recompute=True), 1, 16384, 146.0),
     (cut("qwen3-8b", 36), job(lora={"rank": 32}), 1, 16384, 106.0),
+    (SMALL_VOCABULARY, job(), 1, 32768, 90.2),
+    (cut("qwen3-8b", 12), job(), 1, 32768, 119.4),
+    (cut("qwen3-30b-a3b", 6), job(), 1, 32768, 104.4),
+    (SMALL_VOCABULARY, job("megatron"), 1, 32768, 92.5),
+    (cut("qwen3-8b", 12), job("megatron"), 1, 32768, 123.5),
+    (cut("qwen3-30b-a3b", 6), job("megatron"), 1, 32768, 104.8),
 )
 """Shape, job, GPUs, tokens of a micro-batch and peak in GB of "FSDP2 beside Megatron-Core"."""
 ALONE = (
@@ -77,7 +83,19 @@ BY_SWITCH = tuple(
     )
 )
 """The same of "Memory, predicted and measured"."""
-MEASURED = (*BESIDE, *((*case, gib * GIB) for *case, gib in (*ALONE, *BY_SWITCH)))
+WHOLE = tuple(
+    (cut(shape, layers), spec, 1, 16384, gib)
+    for shape, layers, spec, gib in (
+        ("qwen3-8b", 36, job(activation_recompute=True), 136.0),
+        ("qwen3-8b", 36, job(options={"offload_optimizer": True}, activation_recompute=True), 75.0),
+        ("qwen3-8b", 36, job(lora=LORA), 98.9),
+        ("qwen3-8b", 36, job(lora=LORA, activation_recompute=True), 27.8),
+        ("qwen3-8b", 36, job(options=IN_HOST, lora=LORA, activation_recompute=True), 11.2),
+        ("qwen3-32b", 64, job(lora=LORA, activation_recompute=True), 86.7),
+    )
+)
+"""The same of its table "Whole models"."""
+MEASURED = (*BESIDE, *((*case, gib * GIB) for *case, gib in (*ALONE, *BY_SWITCH, *WHOLE)))
 
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
