@@ -96,7 +96,9 @@ class TrainerConfigured(EventData):
     member: MemberId
     version: int = Field(description="Weight version that it holds.")
     warnings: list[str] = Field(
-        [], description="Fields with which ranks of different hosts exchange more than need be, with a better value."
+        [],
+        description="Fields with a better value: those with which ranks of different hosts exchange more than need be, "
+        "and those with which an adapter learns more slowly.",
     )
 
 

@@ -21,6 +21,7 @@ from millrace.client import Client
 from millrace.demo.reverse import write_data
 from millrace.errors import InvalidJob, InvalidState, NotFound
 from millrace.local import child_processes
+from millrace.spec import load
 from millrace.wire.channel import PROTOCOL_VERSION
 from tests.cli.test_completion import offered
 from tests.local.programs import eventually
@@ -266,6 +267,19 @@ def test_validate_tells_every_mistake_or_that_there_is_none(
     assert "/no-such-folder" in told and "did you mean `exact`?" in told
     valid = millrace("validate", "--fields-only", "--trainer-gpus", "16", str(tmp_path / "broken.yaml")).stdout
     assert "the fields are valid" in valid and "trainer.backend_options.fsdp_size: null: weights are gathered" in valid
+
+
+def test_validate_and_submit_tell_with_which_values_an_adapter_learns_slowly(
+    url: str, client: Client, spec: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(spec | {"model": {**spec["model"], "lora": {"rank": 8}}}))
+    for told in (millrace("validate", str(file)).stdout, millrace("submit", str(file), url=url).stdout):
+        assert "model.lora.rank: 8: " in told and "trainer.optimizer.lr: 1e-06: " in told
+    client.cancel(client.jobs(limit=1)[0].id)
+    job = client.submit(load(file))
+    assert [each.field for each in job.advice] == ["model.lora.rank", "trainer.optimizer.lr"]
+    client.cancel(job.id)
 
 
 def test_validate_makes_no_folder(spec: dict[str, Any], tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ def submit(
     with Client(url) as client:
         with document.lines():
             job = client.submit(checked, key)
+        for each in job.advice if not as_json else ():
+            people().print(str(each), style="yellow", markup=False)
         if not watch:
             print_json(job) if as_json else people().print(f"{job.id}  {styled(job.status)}  watch it: millrace watch")
             return

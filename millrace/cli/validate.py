@@ -58,6 +58,7 @@ def validate(
     from millrace import hub
     from millrace.spec import parse
     from millrace.spec.checking import hosts, submission, thorough
+    from millrace.spec.checking.advice import advice
     from millrace.spec.document import Document
 
     document, notes = Document.of_file(spec), []
@@ -71,6 +72,7 @@ def validate(
         return print_json(checked)
     if memory:
         notes = [*notes, *_memory(hub.local(checked), gpu_memory, trainer_gpus, engine)]
+    notes = [*notes, *map(str, advice(checked))]
     if trainer_gpus is not None:
         notes = [*notes, *map(str, hosts.warnings(checked, trainer_gpus, gpus_per_host))]
     for note in notes:

@@ -143,6 +143,9 @@ class JobView(JobSummary):
     """A job."""
 
     spec: dict[str, Any] = Field(description="The job spec with all defaults, as the release that took it wrote it.")
+    advice: list[Mistake] = Field(
+        [], description="In the answer to a submission: fields with a likely better value. The job runs as it is."
+    )
 
 
 class JobPage(BaseModel):
@@ -188,6 +191,7 @@ class ValidationView(BaseModel):
     mistakes: list[Mistake] = Field(description="Everything that is wrong in it.")
     detail: str = Field(description="For people: what is wrong; empty where it is valid.")
     fix: str = Field(description="What to do next; empty where `detail` or `mistakes` say it.")
+    advice: list[Mistake] = Field([], description="Fields of a valid spec with a likely better value.")
 
 
 class MetricView(BaseModel):

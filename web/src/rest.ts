@@ -238,6 +238,7 @@ export interface JobView {
   report: string | null;
   failure: string | null;
   spec: Record<string, unknown>;
+  advice: Mistake[];
   status: string;
 }
 
@@ -613,6 +614,7 @@ export interface ValidationView {
   mistakes: Mistake[];
   detail: string;
   fix: string;
+  advice: Mistake[];
 }
 
 /** What a job waits for. */

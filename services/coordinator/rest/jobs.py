@@ -9,6 +9,7 @@ from fastapi.responses import StreamingResponse
 
 from millrace.events import Event, JobMoved
 from millrace.rest import JobPage, JobState, JobView, LedgerView, SampleView, StepMetrics
+from millrace.spec.checking.advice import advice
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.waiting import JobViews
 from services.coordinator.observe import groups
@@ -56,7 +57,7 @@ def routes(store: Store, control: Control, views: JobViews, events: Events) -> A
         job, new = await control.submit(await bodies.tree(request), idempotency_key)
         response.status_code = 201 if new else 200
         response.headers["Location"] = f"/v1/jobs/{job.id}"
-        return views.of(job)
+        return views.of(job).model_copy(update={"advice": advice(job.spec)})
 
     @router.get("")
     async def list_jobs(

@@ -13,6 +13,7 @@ from millrace.memory.ledger import Phase
 from millrace.rl.registry import functions as registry
 from millrace.spec import JobSpec
 from millrace.spec.checking import choices, hosts
+from millrace.spec.checking.advice import advice
 from millrace.telemetry.spans.context import TraceContext, within
 from millrace.wire.methods import TrainerRpc
 from millrace.wire.v1 import trainer_pb2 as pb
@@ -87,7 +88,8 @@ class Worker:
                 self._load_checkpoint(job, request.checkpoint)
         self._job = job
         log.info("configured", job=job.id, version=job.version, rank=self._world.rank, parameters=backend.parameters)
-        warnings = [str(one) for one in hosts.warnings(spec, self._world.size, self._world.ranks_per_host)]
+        across = hosts.warnings(spec, self._world.size, self._world.ranks_per_host)
+        warnings = [str(one) for one in (*across, *advice(spec))]
         for warning in warnings if self._world.rank == 0 else ():
             log.warning(warning)
         return pb.ConfigureTrainerResponse(

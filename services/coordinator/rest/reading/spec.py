@@ -10,6 +10,7 @@ from millrace.errors import InvalidJob
 from millrace.rest import SpecView, ValidationView
 from millrace.spec import JobSpec
 from millrace.spec.checking import submission
+from millrace.spec.checking.advice import advice
 from services.coordinator.rest import bodies
 from services.coordinator.rest.parameters import Id
 from services.coordinator.rest.schema import BODY_ERRORS, SPEC_BODY
@@ -29,12 +30,12 @@ def routes() -> APIRouter:
         """Checks a job spec as a submission does, without submitting it, and tells every mistake with its fix."""
         tree = await bodies.tree(request)
         try:
-            spec = _view(await asyncio.to_thread(submission.check, tree))
+            spec = await asyncio.to_thread(submission.check, tree)
         except InvalidJob as error:
             return ValidationView(
                 valid=False, spec=None, mistakes=list(error.mistakes), detail=error.what, fix=error.fix
             )
-        return ValidationView(valid=True, spec=spec, mistakes=[], detail="", fix="")
+        return ValidationView(valid=True, spec=_view(spec), mistakes=[], detail="", fix="", advice=advice(spec))
 
     return router
 

@@ -53,6 +53,10 @@ async def test_a_spec_is_checked_without_being_submitted(cluster: Cluster, spec:
         before = (await http.get("/v1/jobs")).json()["total"]
         valid = (await http.post("/v1/spec/validate", json=spec)).json()
         assert valid["valid"] and not valid["mistakes"] and valid["spec"]["given"]["name"] == "sums"
+        assert not valid["advice"]
+        small = spec | {"model": {**spec["model"], "lora": {"rank": 8}}, "trainer": {"optimizer": {"lr": 1e-5}}}
+        small = (await http.post("/v1/spec/validate", json=small)).json()
+        assert small["valid"] and [each["field"] for each in small["advice"]] == ["model.lora.rank"]
         wrong = (await http.post("/v1/spec/validate", json=spec | {"modell": 1, "name": ""})).json()
         assert not wrong["valid"] and {each["field"] for each in wrong["mistakes"]} == {"modell", "name"}
         assert all(each["fix"] for each in wrong["mistakes"])

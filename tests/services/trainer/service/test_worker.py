@@ -86,6 +86,15 @@ def test_a_model_is_read_from_shared_memory_while_a_rank_has_the_job(
     assert read[0].startswith(str(tmp_path)) and read[1] == str(tied_model)
 
 
+def test_a_rank_tells_with_which_values_an_adapter_learns_slowly(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(worker, "build", lambda *arguments: Model())
+    spec = job_spec(tmp_path / "model", model={"lora": {"rank": 8}}, trainer={"optimizer": {"lr": 1e-5}})
+    answer = worker_alone().configure(pb.ConfigureTrainerRequest(job_id="job-1", spec=spec.model_dump_json()))
+    assert [warning.partition(":")[0] for warning in answer.warnings] == ["model.lora.rank"]
+
+
 @pytest.mark.parametrize("kind", [PartialStep, NonFinite])
 def test_a_partial_step_costs_the_weights(
     kind: type[MillraceError], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -1,0 +1,34 @@
+"""Values with which a valid job likely learns more slowly. Pure."""
+
+from collections.abc import Iterator
+
+from millrace.errors import Mistake, wrong_value
+from millrace.spec.job import JobSpec
+
+USUAL_RANK = 32
+"""An adapter of this rank has room for what a model of up to some tens of billions of parameters learns."""
+LEAST_RATE = 5e-6
+"""Learning rates of adapters are about ten times those of all weights, which are mostly between 5e-7 and 3e-6."""
+
+
+def advice(spec: JobSpec) -> list[Mistake]:
+    """Fields of the job with a value that is likely better. The job runs as it is."""
+    return [*_rank(spec), *_learning_rate(spec)]
+
+
+def _rank(spec: JobSpec) -> Iterator[Mistake]:
+    """An adapter that is trained further keeps the rank that it has."""
+    lora = spec.model.lora
+    if lora is None or lora.adapter_path is not None or lora.rank is None or lora.rank >= USUAL_RANK:
+        return
+    reason = f"adapters of a rank under {USUAL_RANK} learn more slowly"
+    yield wrong_value("model.lora.rank", lora.rank, reason, f"give {USUAL_RANK} or more.")
+
+
+def _learning_rate(spec: JobSpec) -> Iterator[Mistake]:
+    """A rate of 0 changes nothing on purpose."""
+    rate = spec.trainer.optimizer.lr
+    if spec.model.lora is not None and 0.0 < rate < LEAST_RATE:
+        reason = "this is a learning rate for all weights, and adapters learn slowly with it"
+        fix = "give about ten times the rate for all weights, such as 1.0e-5."
+        yield wrong_value("trainer.optimizer.lr", rate, reason, fix)

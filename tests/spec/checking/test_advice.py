@@ -1,0 +1,49 @@
+"""Which values of a valid job are told with a better one."""
+
+from typing import Any
+
+import pytest
+
+from millrace.spec import parse
+from millrace.spec.checking.advice import advice
+
+RANK, RATE = "model.lora.rank", "trainer.optimizer.lr"
+
+
+def told(lora: dict[str, Any] | None, rate: float) -> list[str]:
+    job = {
+        "name": "adapters",
+        "output": "/data/out",
+        "model": {"path": "/data/model", "lora": lora},
+        "data": {"files": ["/data/train.parquet"]},
+        "trainer": {"optimizer": {"lr": rate}},
+    }
+    return [str(each) for each in advice(parse(job))]
+
+
+@pytest.mark.parametrize(
+    ("lora", "rate", "fields"),
+    [
+        (None, 1e-6, []),
+        ({"rank": 32}, 1e-5, []),
+        ({"rank": 31}, 1e-5, [RANK]),
+        ({}, 1e-6, [RATE]),
+        ({}, 5e-6, []),
+        ({}, 0.0, []),
+        ({"rank": 8}, 1e-6, [RANK, RATE]),
+        ({"adapter_path": "/data/adapter"}, 1e-6, [RATE]),
+        ({"adapter_path": "/data/adapter", "rank": 8}, 1e-5, []),
+    ],
+)
+def test_a_small_rank_and_a_learning_rate_for_all_weights(
+    lora: dict[str, Any] | None, rate: float, fields: list[str]
+) -> None:
+    assert [text.partition(":")[0] for text in told(lora, rate)] == fields
+
+
+def test_the_value_and_the_better_one_are_named() -> None:
+    assert told({"rank": 8}, 1e-6) == [
+        "model.lora.rank: 8: adapters of a rank under 32 learn more slowly. Fix: give 32 or more.",
+        "trainer.optimizer.lr: 1e-06: this is a learning rate for all weights, and adapters learn slowly with it."
+        " Fix: give about ten times the rate for all weights, such as 1.0e-5.",
+    ]
