@@ -1,26 +1,44 @@
 """An adapter as PEFT stores it: adapter_config.json and adapter_model.safetensors."""
 
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
-from millrace.errors import InvalidState
 from services.trainer.protocol.adapter import Adapter
-from services.trainer.ranks import collectives
 
 
-def write_adapter(folder: Path, adapter: Adapter, model: Path) -> None:
-    """Gathers the adapter and writes it on rank 0, float32. `model` is the folder of the model that it belongs to. A
-    collective. Raises InvalidState on every rank."""
-    tensors = {name: tensor.cpu() for name, tensor in adapter.export() if tensor is not None}
-    with collectives.fail_together():
-        if dist.get_rank() == 0:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-                adapter.config.base_model_name_or_path = str(model)
-                adapter.config.save_pretrained(folder)
-            except (OSError, SafetensorError) as error:
-                raise InvalidState(f"{folder} could not be written: {error}", "free disk space there.") from error
+@dataclass(frozen=True)
+class GatheredAdapter:
+    """A copy of the whole adapter, to be written to such a folder."""
+
+    config: Any
+    """A `peft.LoraConfig`."""
+    tensors: Mapping[str, Tensor]
+    """float32, in host memory, by the names that they have in the file."""
+
+    @classmethod
+    def gather(cls, adapter: Adapter, model: str) -> Self | None:
+        """The adapter on rank 0, None on other ranks. `model` is the folder of the model that it belongs to. A
+        collective."""
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in adapter.export() if tensor is not None}
+        if dist.get_rank() != 0:
+            return None
+        config = copy.copy(adapter.config)
+        config.base_model_name_or_path = model
+        return cls(config, tensors)
+
+    def write(self, folder: Path) -> None:
+        """From any thread. Raises OSError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            save_file(dict(self.tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{folder}: {error}") from error
+        self.config.save_pretrained(folder)

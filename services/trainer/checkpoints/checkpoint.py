@@ -21,7 +21,7 @@ from torch import Tensor
 
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import JobId, Version
-from services.trainer.checkpoints.adapter_folder import write_adapter
+from services.trainer.checkpoints.adapter_folder import GatheredAdapter
 from services.trainer.checkpoints.box_files import BoxReader, assign_writers, key, write
 from services.trainer.checkpoints.description import FILE, FORMAT, Description
 from services.trainer.checkpoints.huggingface import write_folder
@@ -43,11 +43,15 @@ class PendingCheckpoint:
     _partial: Path
     _description: Description
     _boxes: dict[str, Tensor] = field(repr=False)
+    _adapter: GatheredAdapter | None = field(repr=False)
 
     def write(self) -> None:
-        """Writes this rank's part and frees its boxes. From any thread. Raises OSError."""
+        """Writes this rank's part and frees its tensors. From any thread. Raises OSError."""
         boxes, self._boxes = self._boxes, {}
         write(self._partial / "state" / _file(self._rank), boxes)
+        adapter, self._adapter = self._adapter, None
+        if adapter is not None:
+            adapter.write(self._partial / "adapter")
 
     def commit(self) -> int:
         """Puts the checkpoint in its place and returns its size in bytes. To be called on rank 0, once all ranks have
@@ -84,9 +88,9 @@ def prepare(
     """Takes the present state, to be written to `path`. A collective.
 
     `copied`: the state is copied to host memory, so that training may continue before it is written; else it stays
-    where it is. `model` and `weights` are those of the job. With `huggingface` the folder `path`/huggingface is written
-    at once (for a job with `model.lora`: `path`/adapter, as PEFT stores it), and `path`/critic, from which another
-    job's critic can start. Raises InvalidState where the folder cannot be written.
+    where it is. `model` and `weights` are those of the job. For a job with `model.lora` the state has `path`/adapter
+    too, as PEFT stores it. With `huggingface` the folder `path`/huggingface of a job without is written at once, and
+    `path`/critic, from which another job's critic can start. Raises InvalidState where the folder cannot be written.
     """
     target, rank = Path(path), dist.get_rank()
     token = collectives.gather_bytes(uuid.uuid4().hex.encode() if rank == 0 else b"")[0].decode()
@@ -106,9 +110,7 @@ def prepare(
         adapter=_adapter(backend),
     )
     if huggingface:
-        if backend.adapter is not None:
-            write_adapter(partial / "adapter", backend.adapter, Path(model))
-        else:
+        if backend.adapter is None:
             write_folder(partial / "huggingface", backend.export, Path(model), weights=_path(weights))
         if (critic := backend.critic) is not None:
             own = None if critic.folder != Path(model) else _path(weights)
@@ -116,7 +118,8 @@ def prepare(
     boxes = _own_boxes(backend)
     if copied:
         boxes = {name: torch.empty(box.shape, dtype=box.dtype).copy_(box) for name, box in boxes.items()}
-    return PendingCheckpoint(target, version, rank, partial, description, boxes)
+    adapter = None if backend.adapter is None else GatheredAdapter.gather(backend.adapter, model)
+    return PendingCheckpoint(target, version, rank, partial, description, boxes, adapter)
 
 
 def write_now(pending: PendingCheckpoint) -> int:

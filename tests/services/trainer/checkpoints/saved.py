@@ -4,6 +4,8 @@ from pathlib import Path
 
 from millrace.ids import JobId, Version
 from services.trainer.checkpoints import checkpoint
+from services.trainer.checkpoints.adapter_folder import GatheredAdapter
+from services.trainer.protocol.adapter import Adapter
 from services.trainer.protocol.backend import Backend
 
 
@@ -16,6 +18,12 @@ def prepare(
 
 def save(path: Path, backend: Backend, version: int, huggingface_from: Path | None = None) -> None:
     checkpoint.write_now(prepare(path, backend, version, huggingface_from, copied=False))
+
+
+def write_adapter(folder: Path, adapter: Adapter, model: Path) -> None:
+    """A collective; the folder is there on rank 0."""
+    if (gathered := GatheredAdapter.gather(adapter, str(model))) is not None:
+        gathered.write(folder)
 
 
 def assert_same_files(folder: Path, other: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millrace.errors import InvalidState
 from services.trainer.backends import build
-from services.trainer.checkpoints import checkpoint, export, huggingface
+from services.trainer.checkpoints import adapter_folder, checkpoint, export, huggingface
 from services.trainer.protocol.backend import Backend
 from services.trainer.ranks.event_loop import ControlThread
 from tests.models import save_tiny_model
@@ -174,6 +174,11 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_rank(
         assert not (tmp_path / "saved").exists()
     save(tmp_path / "saved", backend, 1, huggingface_from=tied_model)
     assert checkpoint.load(str(tmp_path / "saved"), backend).version == 1
+    adapted = build(job_spec(tied_model, model={"lora": {"rank": 4}}), one_rank)
+    with monkeypatch.context() as broken, pytest.raises(InvalidState, match="No space left"):
+        broken.setattr(adapter_folder, "save_file", full)
+        save(tmp_path / "adapted", adapted, 1)
+    assert not (tmp_path / "adapted").exists()
 
 
 @pytest.mark.parametrize("model", ["tied_model", "untied_model"])
@@ -227,6 +232,29 @@ def test_an_export_of_an_adapter_is_merged(
     plain = build(job_spec(untied_model), one_rank)
     with pytest.raises(InvalidState, match="trained with adapters of rank 4"):
         checkpoint.load(str(tmp_path / "saved"), plain)
+
+
+def test_every_checkpoint_has_its_adapter_as_peft_stores_it(
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    untied_model: Path,
+    tmp_path: Path,
+) -> None:
+    """It is of the checkpoint's version also where it is written after a later step, and whole or not there."""
+    spec = job_spec(untied_model, trainer=TRAINER, model={"lora": {"rank": 4}})
+    backend, step = local_step(spec, one_rank, control, served)
+    step(1, random_groups(4, 4, seed=1))
+    assert backend.adapter is not None
+    first = {name: tensor.clone() for name, tensor in backend.adapter.export() if tensor is not None}
+    pending = prepare(tmp_path / "saved", backend, 1)
+    step(2, random_groups(4, 4, seed=2))
+    assert not (tmp_path / "saved").exists()
+    checkpoint.write_now(pending)
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"adapter", "state", "trainer.json"}
+    written = load_file(tmp_path / "saved" / "adapter" / "adapter_model.safetensors")
+    assert written.keys() == first.keys() and all(torch.equal(written[name], first[name]) for name in first)
+    assert any(not torch.equal(first[name], tensor) for name, tensor in backend.adapter.export() if tensor is not None)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])

@@ -18,11 +18,11 @@ from millrace.megatron.weights import TRANSFORMER_ENGINE
 from millrace.spec.lora import Lora
 from services.trainer.backends.fsdp2.lora import inject, layers
 from services.trainer.backends.lora import configuration
-from services.trainer.checkpoints.adapter_folder import write_adapter
 from services.trainer.protocol.microbatch import MicroBatch
 from tests.services.trainer.backends.fsdp2.test_backend import samples
 from tests.services.trainer.backends.fsdp2.test_computable import EXPERTS, HEADS, RIGHT, saved_config
 from tests.services.trainer.backends.fsdp2.test_lora import LENGTHS, alone, backend_with, trained
+from tests.services.trainer.checkpoints.saved import write_adapter
 
 MIXED: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},

@@ -21,11 +21,11 @@ from services.trainer.backends import build
 from services.trainer.backends.fsdp2.lora import inject
 from services.trainer.backends.fsdp2.published.parts import parts
 from services.trainer.backends.lora import configuration, settings_of
-from services.trainer.checkpoints.adapter_folder import write_adapter
 from services.trainer.protocol.backend import TokenScores
 from services.trainer.protocol.microbatch import MicroBatch, Sample
 from tests.forked import CONTEXT
 from tests.services.trainer.backends.fsdp2.test_backend import moe_model, samples
+from tests.services.trainer.checkpoints.saved import write_adapter
 from tests.services.trainer.groups import job_spec
 
 LENGTHS = [(3, 5), (20, 7), (1, 30), (7, 11)]

@@ -21,13 +21,12 @@ from millrace.spec import JobSpec, parse
 from millrace.weights.plans.manifest import Content
 from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
-from services.trainer.checkpoints.adapter_folder import write_adapter
 from services.trainer.memory.garbage import free_unreachable
 from services.trainer.protocol.backend import Backend
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks.world import World
 from tests.services.trainer.backends.megatron import batch
-from tests.services.trainer.checkpoints.saved import prepare
+from tests.services.trainer.checkpoints.saved import prepare, write_adapter
 
 Case = dict[str, Any]
 """What a test asks for: `model` (a folder), `options`, and more that each function names."""
