@@ -160,7 +160,8 @@ class StageMemory:
         kept, again = self.activations()
         moments = [self.ledger({Part.ACTIVATIONS: kept + again})]
         if self.has_head:
-            logits = head_bytes(self.rows, self.shape.hidden, self.chunk, self.element)
+            frozen = self.spec.model.lora is not None
+            logits = head_bytes(self.rows, self.shape.hidden, self.chunk, self.element, frozen=frozen)
             moments.append(self.ledger({Part.ACTIVATIONS: kept, Part.LOGITS: logits}))
         return fullest(moments)
 

@@ -52,7 +52,8 @@ def scores(
     """Log-probabilities at the targets, entropies, and log-probabilities of the other tokens, float32 [2 + K, R], nats,
     the same on every rank of the group.
 
-    hidden_rh [R, H] and weight_vh [padded part of V, H] of one dtype. The gradient of hidden_rh is this rank's part.
+    hidden_rh [R, H] and weight_vh [padded part of V, H] of one dtype. The gradient of hidden_rh is this rank's part. A
+    frozen weight has no gradient, and none is computed.
     """
     scores_kr: Tensor = _Scores.apply(hidden_rh, weight_vh, wanted, vocabulary, chunk_tokens)  # type: ignore[no-untyped-call]
     return scores_kr
@@ -84,9 +85,8 @@ class _Scores(torch.autograd.Function):
         hidden_rh, weight_vh, normaliser_r, scores_kr = ctx.saved_tensors
         wanted, vocabulary, chunk_tokens = ctx.rest
         rows = weight_vh[: vocabulary.size]
-        grad_hidden_rh = torch.empty_like(hidden_rh)
-        # float32: the sum over chunks would lose precision in the weight's dtype.
-        grad_weight_vh = torch.zeros(weight_vh.shape, dtype=torch.float32, device=weight_vh.device)
+        grad_hidden_rh = torch.empty_like(hidden_rh) if ctx.needs_input_grad[0] else None
+        grad_weight_vh = _zeros_like(weight_vh) if ctx.needs_input_grad[1] else None
         for part in _chunks(hidden_rh, chunk_tokens):
             here_rk, column_rk = _in_part(wanted.columns_rk[part], vocabulary)
             grad_entropy_r, grad_rk = grad_kr[1, part], torch.cat([grad_kr[:1, part], grad_kr[2:, part]]).t()
@@ -99,9 +99,17 @@ class _Scores(torch.autograd.Function):
             if column_rk.shape[1] > 1:
                 added_rk = grad_rk[:, 1:] * here_rk[:, 1:] / wanted.temperature
                 grad_logits.scatter_add_(1, column_rk[:, 1:], added_rk.to(grad_logits.dtype))
-            grad_hidden_rh[part] = grad_logits @ rows
-            grad_weight_vh[: vocabulary.size] += grad_logits.t() @ hidden_rh[part]
-        return grad_hidden_rh, grad_weight_vh.to(weight_vh.dtype), None, None, None
+            if grad_hidden_rh is not None:
+                grad_hidden_rh[part] = grad_logits @ rows
+            if grad_weight_vh is not None:
+                grad_weight_vh[: vocabulary.size] += grad_logits.t() @ hidden_rh[part]
+        grad_weight = None if grad_weight_vh is None else grad_weight_vh.to(weight_vh.dtype)
+        return grad_hidden_rh, grad_weight, None, None, None
+
+
+def _zeros_like(parameter: Tensor) -> Tensor:
+    """float32: a gradient that is summed over chunks would lose precision in the parameter's dtype."""
+    return torch.zeros_like(parameter, dtype=torch.float32)
 
 
 def _normalised(

@@ -1,12 +1,15 @@
 """Token scores from hidden states against those from the model's own logits."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from services.trainer.backends.fsdp2 import head
 from services.trainer.backends.fsdp2.logits import token_scores
-from services.trainer.backends.head import WantedTokens
+from services.trainer.backends.head import VocabularyPart, WantedTokens, scores
 
 SIZES = {
     "vocab_size": 61,
@@ -69,6 +72,42 @@ def test_further_tokens_are_scored_as_from_the_logits(chunk_tokens: int) -> None
     for expected, one, other in zip(exact, from_logits, chunked.parameters(), strict=True):
         torch.testing.assert_close(one, expected, atol=1e-6, rtol=1e-4)
         torch.testing.assert_close(other.grad, expected, atol=1e-6, rtol=1e-4)
+
+
+class LargestNewTensor(TorchDispatchMode):
+    """Remembers how many elements the largest tensor has that any operation returns in memory other than `known`'s."""
+
+    def __init__(self, known: torch.Tensor) -> None:
+        super().__init__()
+        self.known, self.numel = known.data_ptr(), 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.data_ptr() != self.known:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+@pytest.mark.parametrize(("hidden_trained", "weight_trained"), [(True, True), (True, False), (False, True)])
+def test_only_the_gradients_that_are_needed_are_computed(hidden_trained: bool, weight_trained: bool) -> None:
+    torch.manual_seed(0)
+    tokens, vocabulary, hidden, chunk = 30, 500, 64, 8
+    inputs = torch.randn(tokens, hidden), torch.randn(vocabulary, hidden)
+    wanted = WantedTokens(torch.arange(tokens), torch.randint(0, vocabulary, (tokens,)), 0.7)
+
+    def gradients(*trained: bool) -> tuple[list[torch.Tensor | None], int]:
+        leaves = [tensor.clone().requires_grad_(needed) for tensor, needed in zip(inputs, trained, strict=True)]
+        found = scores(leaves[0], leaves[1], wanted, VocabularyPart(0, vocabulary, None), chunk)
+        with LargestNewTensor(leaves[1]) as watched:
+            found.square().sum().backward()
+        return [leaf.grad for leaf in leaves], watched.numel
+
+    (of_hidden, of_weight), largest = gradients(hidden_trained, weight_trained)
+    (whole_of_hidden, whole_of_weight), _ = gradients(True, True)
+    assert (of_hidden is not None) is hidden_trained and (of_weight is not None) is weight_trained
+    assert of_hidden is None or torch.equal(of_hidden, whole_of_hidden)
+    assert of_weight is None or torch.equal(of_weight, whole_of_weight)
+    assert largest == (vocabulary * hidden if weight_trained else chunk * vocabulary)
 
 
 def test_a_model_that_changes_its_logits_keeps_its_own_path() -> None:
