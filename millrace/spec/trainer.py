@@ -71,7 +71,8 @@ class Trainer(StrictModel):
     on_out_of_memory: Literal["fail", "halve_budget"] = "fail"
     """What happens where a rank of the trainer has no memory left for a micro-batch. fail: the job fails, and says what
     held the memory. halve_budget: the step is made again with half the token budget, which stays halved for the job;
-    with one rank at once, with several after the trainer has loaded the last checkpoint."""
+    with one rank at once, with several after the trainer has loaded the last checkpoint. A step with a longer sequence
+    has a budget of that sequence's length."""
     updates_per_step: int = Field(1, ge=1, le=limits.MOST_IN_FLIGHT)
     """Optimizer updates in a step, each on its share of the groups."""
     activation_recompute: bool = False
@@ -96,7 +97,7 @@ class Trainer(StrictModel):
 
     def lowered_to(self, token_budget: int) -> Self:
         """This section with a smaller token budget. The roles' own budgets fall in the same proportion, but not below
-        it."""
+        it: every sequence that fits into it fits into theirs."""
         share = token_budget / self.token_budget
         lowered: dict[str, ReferenceRun | CriticRun] = {}
         for role in ROLES:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from millrace.errors import InvalidJob
-from millrace.spec.merging import merged
+from millrace.spec.merging import leaves, merged
 
 CHANGEABLE = {
     "deadlines": False,
@@ -31,6 +31,7 @@ CHANGEABLE = {
 }
 """Fields, or groups of them, and whether the trainer has to load the job anew for it: from its last checkpoint, or from
 the model where there is none."""
+TOKEN_BUDGETS = {"trainer.token_budget", "trainer.reference.token_budget", "trainer.critic.token_budget"}
 
 
 def applied(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -45,6 +46,11 @@ def applied(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[dict[s
             raise InvalidJob(what, f"submit a new job, or change one of {', '.join(CHANGEABLE)}.")
         anew |= CHANGEABLE[allowed]
     return merged(tree, changes), anew
+
+
+def gives_token_budget(changes: Mapping[str, Any]) -> bool:
+    """Whether the changes name a token budget, of the policy or of a role, be it the one that the spec has."""
+    return any(path in TOKEN_BUDGETS for path, _ in leaves(changes))
 
 
 def _paths(changes: Mapping[str, Any], above: str = "") -> Iterator[str]:

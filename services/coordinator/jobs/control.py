@@ -13,7 +13,7 @@ from millrace.events import JobWaiting
 from millrace.ids import JobId, new_job_id
 from millrace.rest import JobState, WaitingFor
 from millrace.spec.checking import submission
-from millrace.spec.checking.changes import applied
+from millrace.spec.checking.changes import applied, gives_token_budget
 from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
@@ -126,6 +126,7 @@ class Control:
             cleared["spec_json"] = (await asyncio.to_thread(submission.check, tree)).model_dump_json()
             if reload:
                 cleared["configuration"] = ""  # no trainer has loaded this spec
+            if gives_token_budget(changes):
                 cleared["token_budget"] = 0
         async with self._admitting:
             await asyncio.to_thread(_check_checkpoints, job, await self._store.index.with_output(job.folder))

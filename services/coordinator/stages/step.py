@@ -58,31 +58,38 @@ async def _trained(run: Run, batch: Batch) -> trainer_pb2.StepResponse:
         try:
             return await trainer.call(TrainerRpc.Step, _request(run, batch))
         except OutOfMemory as error:
-            await _halve_budget(run, batch, error)
+            await _lower_budget(run, batch, error)
         if not await holds_job(run, await trainer.status()):
             raise TrainerLost("the trainer ran out of memory and gave its weights up.")
 
 
-async def _halve_budget(run: Run, batch: Batch, error: OutOfMemory) -> None:
-    """Stores half of the token budget with the job. Raises `error` where the job does not ask for that, or where a
-    sequence of the batch has more tokens than that."""
+async def _lower_budget(run: Run, batch: Batch, error: OutOfMemory) -> None:
+    """Stores half of the token budget with the job, or the length of the batch's longest sequence where that is more.
+    Raises `error` where the job does not ask for that, or where the budget was no larger."""
     if run.spec.trainer.on_out_of_memory != "halve_budget":
         raise error
-    before = _token_budget(run)
-    half, longest = before // 2, max(max(g.lengths) for g in batch.groups)
-    if half < longest:
-        why = f"Half of the token budget of {before:,} is less than the longest sequence, {longest:,} tokens."
+    before, longest = _token_budget(run, batch), _longest(batch)
+    lowered = max(before // 2, longest)
+    if lowered >= before:
+        why = f"The token budget of {before:,} cannot be lowered: the longest sequence has {longest:,} tokens."
         what = f"{error.what} {why}"
         raise OutOfMemory(what, error.fix) from error
-    await run.components.store.jobs.update(run.job.id, token_budget=half)
-    run.job = replace(run.job, token_budget=half)
-    told = events.TrainerOutOfMemory(step=batch.step, token_budget_before=before, token_budget=half)
-    await run.tell(told, f"{error.what} Step {batch.step} is made again with a token budget of {half:,}.")
+    await run.components.store.jobs.update(run.job.id, token_budget=lowered)
+    run.job = replace(run.job, token_budget=lowered)
+    told = events.TrainerOutOfMemory(step=batch.step, token_budget_before=before, token_budget=lowered)
+    await run.tell(told, f"{error.what} Step {batch.step} is made again with a token budget of {lowered:,}.")
 
 
-def _token_budget(run: Run) -> int:
-    """Tokens in a micro-batch: the spec's, or fewer since the trainer ran out of memory."""
-    return run.job.token_budget or run.spec.trainer.token_budget
+def _token_budget(run: Run, batch: Batch) -> int:
+    """Tokens in a micro-batch: the spec's, or fewer since the trainer ran out of memory. A batch with a sequence of
+    more tokens than those gets a budget of that many: the spec allows such a sequence."""
+    allowed = run.spec.trainer.token_budget
+    return min(allowed, max(run.job.token_budget or allowed, _longest(batch)))
+
+
+def _longest(batch: Batch) -> int:
+    """Tokens of the longest sequence of the batch."""
+    return max((tokens for group in batch.groups for tokens in group.lengths), default=0)
 
 
 def _request(run: Run, batch: Batch) -> trainer_pb2.StepRequest:
@@ -92,7 +99,7 @@ def _request(run: Run, batch: Batch) -> trainer_pb2.StepRequest:
         step=batch.step,
         groups=[group_ref(group, shown=group.prompt_id in shown) for group in batch.groups],
         work_address=run.components.work_address,
-        token_budget=run.job.token_budget,
+        token_budget=_token_budget(run, batch) if run.job.token_budget else 0,
     )
 
 

@@ -76,20 +76,60 @@ async def test_the_budget_never_falls_below_the_longest_sequence(cluster: Cluste
     spec["trainer"]["on_out_of_memory"] = "halve_budget"
     job = await cluster.ended(await cluster.submit(spec))
     assert job.state is JobState.FAILED and TOLD in str(job.failure)
-    assert f"Half of the token budget of {asked[-1]:,} is less than the longest sequence" in str(job.failure)
-    assert asked[2:] == [256 >> times for times in range(1, len(asked) - 1)]
+    assert "The token budget of 7 cannot be lowered: the longest sequence has 7 tokens." in str(job.failure)
+    assert asked[2:] == [128, 64, 32, 16, 8, 7]
+
+
+@scenario
+async def test_a_step_with_a_longer_sequence_has_a_budget_of_its_length(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, replica = await cluster.trainer(), await cluster.replica()
+    asked: list[tuple[int, int, int]] = []
+
+    async def limit(request: Any) -> None:
+        longest = max(group.prompt_tokens + max(group.response_tokens) for group in request.groups)
+        asked.append((request.step, request.token_budget, longest))
+        if request.step == 2 and request.token_budget != 8:
+            raise OutOfMemory(TOLD, FIX)
+        if request.step > 2:
+            replica.shape.tokens = 16
+
+    trainer.faults["Step"] = limit
+    spec["trainer"]["on_out_of_memory"] = "halve_budget"
+    job = await cluster.ended(await cluster.submit(spec))
+    assert (job.state, job.step, job.failure) == (JobState.SUCCEEDED, 6, None)
+    later = [(budget, longest) for step, budget, longest in asked if step > 2]
+    assert later == [(max(8, longest), longest) for _, longest in later]
+    assert {(8, 7), (19, 19)} == set(later)
+
+
+async def lowered_then_cancelled(cluster: Cluster, spec: dict[str, Any]) -> tuple[str, SimulatedTrainer]:
+    """A job that was cancelled while its budget is 128 instead of 256."""
+    trainer, _ = await cluster.trainer(step_s=0.2), await cluster.replica()
+    limited(trainer, spec, 128, from_step=2)
+    spec["trainer"]["on_out_of_memory"] = "halve_budget"
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 3)
+    await asyncio.to_thread(cluster.coordinator.client.cancel, job_id)
+    await cluster.ended(job_id)
+    return job_id, trainer
 
 
 @scenario
 async def test_a_job_that_is_resumed_with_another_budget_gets_it(cluster: Cluster, spec: dict[str, Any]) -> None:
-    trainer, _ = await cluster.trainer(step_s=0.2), await cluster.replica()
-    limited(trainer, spec, 128, from_step=2)
-    spec["trainer"]["on_out_of_memory"] = "halve_budget"
-    client, job_id = cluster.coordinator.client, await cluster.submit(spec)
-    await cluster.reached(job_id, 3)
-    await asyncio.to_thread(client.cancel, job_id)
-    await cluster.ended(job_id)
+    job_id, trainer = await lowered_then_cancelled(cluster, spec)
     asked = limited(trainer, spec, 512, from_step=1)
-    await asyncio.to_thread(client.resume, job_id, {"trainer": {"token_budget": 512}})
+    await asyncio.to_thread(cluster.coordinator.client.resume, job_id, {"trainer": {"token_budget": 512}})
     job = await cluster.ended(job_id)
     assert (job.state, job.step) == (JobState.SUCCEEDED, 6) and set(asked) == {0}
+
+
+@scenario
+async def test_a_job_that_is_resumed_with_other_changes_keeps_the_lower_budget(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    job_id, trainer = await lowered_then_cancelled(cluster, spec)
+    asked = limited(trainer, spec, 128, from_step=1)
+    changes = {"schedule": {"steps": 7}, "trainer": {"optimizer": {"lr": 1e-5}}}
+    await asyncio.to_thread(cluster.coordinator.client.resume, job_id, changes)
+    job = await cluster.ended(job_id)
+    assert (job.state, job.step) == (JobState.SUCCEEDED, 7) and set(asked) == {128}

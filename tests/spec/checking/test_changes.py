@@ -3,7 +3,7 @@
 import pytest
 
 from millrace.errors import InvalidJob
-from millrace.spec.checking.changes import applied
+from millrace.spec.checking.changes import applied, gives_token_budget
 
 TREE = {
     "name": "job",
@@ -40,6 +40,20 @@ def test_the_trainer_loads_anew_what_concerns_it(changes: dict[str, dict[str, ob
         assert changed["schedule"]["steps"] is None
     if "trainer" in changes:
         assert changed["trainer"] == {"token_budget": 8192, "backend_options": {}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "given"),
+    [
+        ({"trainer": {"token_budget": 8192}}, True),
+        ({"trainer": {"reference": {"token_budget": None}}}, True),
+        ({"trainer": {"critic": {"token_budget": 16384}}, "schedule": {"steps": 3}}, True),
+        ({"trainer": {"optimizer": {"lr": 1e-6}, "reference": {"backend_options": {"token_budget": 1}}}}, False),
+        ({}, False),
+    ],
+)
+def test_a_token_budget_among_the_changes(changes: dict[str, object], given: bool) -> None:
+    assert gives_token_budget(changes) == given
 
 
 @pytest.mark.parametrize(

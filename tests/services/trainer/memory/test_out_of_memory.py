@@ -172,3 +172,28 @@ def test_after_an_update_of_the_step_the_weights_are_given_up(
         rank.step(1)
     with pytest.raises(InvalidState, match="no job is loaded"):
         rank.step(1)
+
+
+def test_the_budget_of_the_reference_is_lowered_with_the_policys(
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    tied_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = {"reference": {"token_budget": 2 * BUDGET}}
+    rank = Rank(control, served, tied_model, algorithm={"kl": "k3"}, trainer=trainer)
+    backend: Any = rank.worker._loaded().backend
+    own, tokens = backend.logprobs, list[int]()
+
+    def logprobs(batches: Any, **named: Any) -> Any:
+        tokens.extend(sum(each.lengths) for each in batches if named["reference"])
+        return own(batches, **named)
+
+    monkeypatch.setattr(backend, "logprobs", logprobs)
+    rank.step(1)
+    assert BUDGET < max(tokens) <= 2 * BUDGET
+    tokens.clear()
+    metrics = rank.step(2, BUDGET // 2)
+    assert BUDGET // 2 < max(tokens) <= BUDGET
+    assert metrics["batch/token_budget"] == BUDGET // 2
