@@ -76,6 +76,12 @@ class ModelPasses:
             sizes.append(self.element * self.tokens * (kept.total + kept.sent))
         return sizes
 
+    def placed(self, kept: dict[Part, float], moments: dict[Part, float]) -> Ledger:
+        """What is kept for the model and the moments of its optimizer, where the model's options have them."""
+        if self.options.offload_parameters:
+            return Ledger({}, kept) + Ledger({}, moments)
+        return Ledger(kept) + (Ledger({}, moments) if self.options.offload_optimizer else Ledger(moments))
+
     @property
     def chunk(self) -> int:
         """Tokens whose logits exist at a time."""
@@ -95,8 +101,7 @@ class ModelPasses:
         if self.options.offload_activations:
             host = {Part.ACTIVATIONS: sum(kept[:-ON_DEVICE])}
             kept = kept[-ON_DEVICE:]
-        sizes = shape.vocabulary, shape.hidden, self.chunk, self.element
-        logits = 0.0 if shape.value_head else head_bytes(*sizes, frozen=self.adapted)
+        logits = 0.0 if shape.value_head else head_bytes(shape.vocabulary, shape.hidden, self.chunk, self.element)
         head = {Part.GATHERED: root + whole / PREFETCHED, Part.ACTIVATIONS: sum(kept), Part.LOGITS: logits}
         yield Ledger(head, host)
         reduced = 0.0 if self.adapted else max(layers) * (self.element + FLOAT32 + FLOAT32 / self.shards)
@@ -155,63 +160,53 @@ class Fsdp2Memory:
     def adapted(self) -> bool:
         return self.spec.model.lora is not None
 
-    def state(self) -> dict[Part, float]:
-        """What is kept for the policy at the end of a backward pass: float32 weights, gradients and moments, divided
-        over the ranks. With an adapter the weights have the dtype of the pass, and only the adapter is trained."""
-        count = parameters(self.shape) / self.policy.shards
-        if self.spec.model.lora is None:
-            return {
-                Part.WEIGHTS: FLOAT32 * count,
-                Part.GRADIENTS: FLOAT32 * count,
-                Part.OPTIMIZER: MOMENTS * count,
-            }
-        adapter = adapter_parameters(self.shape, self.spec.model.lora) / self.policy.shards
-        return {Part.WEIGHTS: self.policy.element * count, Part.ADAPTER: (2 * FLOAT32 + MOMENTS) * adapter}
+    def of_policy(self, *, gradients: bool = False, moments: bool = True) -> Ledger:
+        """What is kept for the policy: float32 weights and moments, and from a backward pass to its update gradients,
+        divided over the ranks. With an adapter the weights have the dtype of the pass, and only the adapter is
+        trained."""
+        passes, lora = self.policy, self.spec.model.lora
+        count, trained = parameters(self.shape) / passes.shards, FLOAT32 * (1 + gradients)
+        if lora is None:
+            kept = {Part.WEIGHTS: FLOAT32 * count} | ({Part.GRADIENTS: FLOAT32 * count} if gradients else {})
+            return passes.placed(kept, {Part.OPTIMIZER: MOMENTS * count} if moments else {})
+        adapter = adapter_parameters(self.shape, lora) / passes.shards
+        kept = {Part.WEIGHTS: passes.element * count, Part.ADAPTER: trained * adapter}
+        return passes.placed(kept, {Part.ADAPTER: MOMENTS * adapter} if moments else {})
 
-    def others(self, *, critic_gradients: bool = False) -> dict[Part, float]:
-        """What is kept for reference and critic."""
-        found: dict[Part, float] = {}
+    def of_others(self, *, gradients: bool = False, moments: bool = True) -> Ledger:
+        """What is kept for reference and critic. `gradients`: those of the critic, from its backward pass to its
+        update."""
+        found = Ledger({})
         if (reference := self.role("reference")) is not None and not self.adapted:
-            found[Part.REFERENCE] = reference.element * parameters(self.shape) / reference.shards
+            size = reference.element * parameters(self.shape) / reference.shards
+            found += reference.placed({Part.REFERENCE: size}, {})
         if (critic := self.role("critic")) is not None:
-            each = FLOAT32 + MOMENTS + (FLOAT32 if critic_gradients else 0)
-            found[Part.CRITIC] = each * parameters(critic.shape) / critic.shards
+            count = parameters(critic.shape) / critic.shards
+            kept = {Part.CRITIC: FLOAT32 * (1 + gradients) * count}
+            found += critic.placed(kept, {Part.CRITIC: MOMENTS * count} if moments else {})
         return found
 
-    def placed(self, kept: dict[Part, float], passing: Ledger) -> Ledger:
-        """The ledger with what is offloaded in host memory."""
-        policy = {Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.ADAPTER}
-        options = self.policy.options
-        offloaded = policy if options.offload_parameters else set()
-        for role, part in zip(ROLES, (Part.REFERENCE, Part.CRITIC), strict=True):
-            if parse(self.spec.trainer.of(role).backend_options).offload_parameters:
-                offloaded = offloaded | {part}
-        if options.offload_optimizer:
-            offloaded = offloaded | {Part.OPTIMIZER}
-        return Ledger(
-            {**{part: size for part, size in kept.items() if part not in offloaded}, **passing.device},
-            {**{part: size for part, size in kept.items() if part in offloaded}, **passing.host},
-        )
+    def loaded(self) -> Ledger:
+        """What is kept before the first update."""
+        return self.of_policy(moments=False) + self.of_others(moments=False)
 
-    def at_rest(self) -> dict[Part, float]:
+    def at_rest(self) -> Ledger:
         """What is kept between updates."""
-        kept = {**self.state(), **self.others()}
-        kept.pop(Part.GRADIENTS, None)
-        return kept
+        return self.of_policy() + self.of_others()
 
     def update(self) -> Ledger:
-        """The peak of the updates of policy and critic, which come one after the other."""
-        kept = {**self.state(), **self.others()}
-        moments = [self.placed(kept, passing) for passing in self.policy.update()]
+        """The peak of both backward passes, the critic's before the policy's. The critic's gradients are kept until
+        both are known to be finite."""
+        others = self.of_others(gradients=True)
+        moments = [self.of_policy(gradients=True) + others + passing for passing in self.policy.update()]
         if (critic := self.role("critic")) is not None:
-            kept = {**self.at_rest(), **self.others(critic_gradients=True)}
-            moments += [self.placed(kept, passing) for passing in critic.update()]
+            moments += [self.of_policy() + others + passing for passing in critic.update()]
         return fullest(moments)
 
     def scoring(self) -> Ledger:
         """The peak of the forward passes of all models."""
         models = (self.policy, *(self.role(role) for role in ROLES))
-        return fullest([self.placed(self.at_rest(), model.scoring()) for model in models if model is not None])
+        return fullest([self.at_rest() + model.scoring() for model in models if model is not None])
 
 
 def predict(spec: JobSpec, shape: ModelShape, ranks: int, tokens: int) -> Prediction:
@@ -219,13 +214,10 @@ def predict(spec: JobSpec, shape: ModelShape, ranks: int, tokens: int) -> Predic
     micro-batches that are larger or smaller in proportion to their token budgets. Raises InvalidJob for options that
     the model does not allow."""
     job = Fsdp2Memory(spec, shape, ranks, tokens)
-    loaded = job.at_rest()
-    loaded.pop(Part.OPTIMIZER, None)
+    staging = Ledger({Part.STAGING: sender_bytes(spec, shape)}, {Part.STAGING: snapshot_bytes(spec, shape, ranks)})
     return {
-        Phase.LOAD: job.placed(loaded, Ledger({})),
+        Phase.LOAD: job.loaded(),
         Phase.SCORING: job.scoring(),
         Phase.UPDATE: job.update(),
-        Phase.PUBLICATION: job.placed(job.at_rest(), Ledger({Part.STAGING: sender_bytes(spec, shape)})).with_host(
-            {Part.STAGING: snapshot_bytes(spec, shape, ranks)}
-        ),
+        Phase.PUBLICATION: job.at_rest() + staging,
     }

@@ -62,16 +62,20 @@ class Ledger:
         """Bytes on the device."""
         return sum(self.device.values())
 
-    def with_host(self, more: Mapping[Part, float]) -> "Ledger":
-        """The same with more in host memory."""
-        host = dict(self.host)
-        for part, size in more.items():
-            host[part] = host.get(part, 0.0) + size
-        return Ledger(self.device, host)
+    def __add__(self, other: "Ledger") -> "Ledger":
+        return Ledger(_sum(self.device, other.device), _sum(self.host, other.host))
+
+    def under(self, part: Part) -> "Ledger":
+        """The same bytes, all of them of one part."""
+        return Ledger({part: self.total}, {part: sum(self.host.values())})
 
     def largest_first(self) -> Iterator[tuple[Part, float]]:
         """The parts on the device that are not empty."""
         yield from sorted(((part, size) for part, size in self.device.items() if size), key=lambda each: -each[1])
+
+
+def _sum(one: Mapping[Part, float], other: Mapping[Part, float]) -> dict[Part, float]:
+    return {part: one.get(part, 0.0) + other.get(part, 0.0) for part in (*one, *other)}
 
 
 Prediction = Mapping[Phase, Ledger]

@@ -1,6 +1,8 @@
 """Memory of a rank of the megatron backend."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from millrace.backends.megatron import MegatronOptions, Recompute, parse
 from millrace.megatron.architectures.shape import ModelShape
@@ -12,7 +14,6 @@ from millrace.memory.ledger import Ledger, Part, Phase, Prediction, fullest
 from millrace.memory.roles import role_tokens
 from millrace.memory.staging import sender_bytes, snapshot_bytes
 from millrace.spec import JobSpec
-from millrace.spec.trainer import ROLES
 
 FLOAT32 = 4
 HOST_COPIES = 2 * FLOAT32
@@ -21,6 +22,16 @@ Measured: 19.4 in all (BENCHMARKS.md, "The megatron backend on GPUs", optimizer 
 DIVIDED = 4
 """Bytes more for each parameter whose optimizer is on the device, where that of others is in host memory: measured
 once, with half of the parameters each."""
+
+
+class Use(Enum):
+    """What a trained model is used for at a moment. What the job offloads is in host memory otherwise."""
+
+    NONE = auto()
+    READ = auto()
+    """A forward pass, or a publication: the weights are on the device."""
+    TRAINED = auto()
+    """From a backward pass to its update: gradients and optimizer are there too."""
 
 
 @dataclass(frozen=True)
@@ -65,53 +76,76 @@ class StageMemory:
             dense += shape.hidden * (1 if shape.value_head else rows)
         return dense, experts
 
-    def state(self, shape: ModelShape) -> tuple[dict[Part, float], dict[Part, float]]:
-        """What is kept for one trained model, on the device and in host memory: weights in the dtype of the pass,
-        float32 gradients, and the optimizer, divided over the data-parallel ranks."""
-        o, topology = self.options, self.topology
-        dense, experts = self.counts(shape)
+    @property
+    def adapted(self) -> bool:
+        return self.spec.model.lora is not None
+
+    def trained(self) -> tuple[float, float]:
+        """Parameters on this rank that are trained, and those of them whose optimizer this rank keeps."""
+        o, lora = self.options, self.spec.model.lora
+        dense, experts = self.counts(self.shape)
+        if lora is not None:
+            dense = adapter_parameters(self.shape, lora) * len(self.layers) / self.shape.layers / o.tensor_parallel
+            experts = 0.0
+        copies = self.topology.data_parallel * o.context_parallel
+        shares = (copies, self.topology.expert_data_parallel) if o.distributed_optimizer else (1, 1)
+        return dense + experts, dense / shares[0] + experts / shares[1]
+
+    def kept(self, use: Use) -> Ledger:
+        """What is kept for this model: weights in the dtype of the pass, float32 gradients, and the optimizer, divided
+        over the data-parallel ranks. Host memory for weights is kept while they are on the device."""
+        o = self.options
+        trained, owned = self.trained()
+        weights = Ledger({Part.WEIGHTS: self.element * sum(self.counts(self.shape))})
+        state = Ledger({Part.GRADIENTS: FLOAT32 * trained if use is Use.TRAINED or not o.frees_gradients else 0.0})
+        state += self._optimizer(owned, resting=use is not Use.TRAINED)
+        if self.adapted:
+            weights += Ledger({Part.ADAPTER: self.element * trained})
+            state = state.under(Part.ADAPTER)
+        if not o.offload_parameters:
+            return weights + state
+        on_host = Ledger({}, weights.device)
+        return state + on_host if use is Use.NONE else weights + state + on_host
+
+    def _optimizer(self, owned: float, *, resting: bool) -> Ledger:
+        """The optimizer of so many parameters. `resting`: between updates, when the job may have all of it in host
+        memory."""
+        o = self.options
         moment = 2 if o.optimizer_moments == "bfloat16" else FLOAT32
         each = (FLOAT32 if self.element == 2 else 0) + 2 * moment
-        copies = topology.data_parallel * o.context_parallel
-        shares = (copies, topology.expert_data_parallel) if o.distributed_optimizer else (1, 1)
-        if (lora := self.spec.model.lora) is not None and not shape.value_head:
-            adapter = adapter_parameters(shape, lora) * len(self.layers) / shape.layers / o.tensor_parallel
-            size = (self.element + FLOAT32 + each / shares[0]) * adapter
-            return {Part.WEIGHTS: self.element * (dense + experts), Part.ADAPTER: size}, {}
-        trained = dense / shares[0] + experts / shares[1]
-        on_host = o.optimizer_offload_fraction
-        on_device = each + (DIVIDED if 0 < on_host < 1 else 0)
-        device = {
-            Part.WEIGHTS: self.element * (dense + experts),
-            Part.GRADIENTS: FLOAT32 * (dense + experts),
-            Part.OPTIMIZER: on_device * (1 - on_host) * trained,
-        }
-        return device, {Part.OPTIMIZER: (each + HOST_COPIES) * on_host * trained}
+        share = o.optimizer_offload_fraction
+        on_device = (each + (DIVIDED if 0 < share < 1 else 0)) * (1 - share) * owned
+        on_host = (each + HOST_COPIES) * share * owned
+        if resting and o.offload_optimizer:
+            return Ledger({}, {Part.OPTIMIZER: on_host + on_device})
+        return Ledger({Part.OPTIMIZER: on_device}, {Part.OPTIMIZER: on_host})
 
-    def ledger(
-        self, passing: dict[Part, float], *, resting: bool = False, scoring: bool = False, idle: bool = False
-    ) -> Ledger:
-        """The ledger of a moment. `resting`: between updates, when the job may have optimizer and gradients in host
-        memory. `scoring`: the reference is on the device even where it is offloaded between uses. `idle`: neither a
-        pass nor a publication needs the weights. Host memory for weights is kept while they are on the device."""
-        device, host = self.state(self.shape)
-        if self.options.offload_parameters:
-            host[Part.WEIGHTS] = device[Part.WEIGHTS]
-            device[Part.WEIGHTS] *= not idle
-        dense, experts = self.counts(self.shape)
-        if self.spec.algorithm.kl is not None and self.spec.model.lora is None:
+    def critic(self) -> "StageMemory | None":
+        """The critic's stage on this rank, with its own options and token budget; None where the job has none."""
+        if self.spec.algorithm.critic is None:
+            return None
+        own = self.spec.trainer.of("critic")
+        model = self.spec.model.model_copy(update={"lora": None})
+        spec = self.spec.model_copy(update={"trainer": own, "model": model})
+        topology = replace(self.topology, options=parse(own.backend_options))
+        tokens = role_tokens(self.spec.trainer, "critic", self.tokens)
+        return StageMemory(spec, topology, self.shape.as_critic(), self.stage, tokens)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a reference beside the policy: with an adapter it is the policy."""
+        return self.spec.algorithm.kl is not None and not self.adapted
+
+    def all_models(self, policy: Use, critic: Use, *, reference: bool = False) -> Ledger:
+        """What is kept for all models while they are used for that; `reference`: whether the reference is used."""
+        found = self.kept(policy)
+        if self.has_reference:
+            weights = {Part.REFERENCE: self.element * sum(self.counts(self.shape))}
             own = parse(self.spec.trainer.of("reference").backend_options)
-            place = host if own.offload_reference and not scoring else device
-            place[Part.REFERENCE] = self.element * (dense + experts)
-        if self.spec.algorithm.critic is not None:
-            of_critic, on_host = self.state(self.shape.as_critic())
-            device[Part.CRITIC] = sum(of_critic.values())
-            host[Part.CRITIC] = sum(on_host.values())
-        if resting and self.options.offload_optimizer:
-            host[Part.OPTIMIZER] = host.get(Part.OPTIMIZER, 0.0) + device.pop(Part.OPTIMIZER, 0.0)
-        if resting and self.options.frees_gradients:
-            device.pop(Part.GRADIENTS, None)
-        return Ledger({**device, **passing}, host)
+            found += Ledger({}, weights) if own.offload_reference and not reference else Ledger(weights)
+        if (model := self.critic()) is not None:
+            found += model.kept(critic).under(Part.CRITIC)
+        return found
 
     def layer_elements(self, kept: KeptElements) -> dict[str, float]:
         """Elements of one token on this rank, by the part of a layer. Tensor parallelism divides residuals and norms
@@ -155,40 +189,46 @@ class StageMemory:
     def chunk(self) -> float:
         return min(self.options.logprob_chunk_tokens, self.tokens / self.options.context_parallel)
 
-    def update(self) -> Ledger:
-        """The peak of forward and backward: of the head's backward pass, or of a layer that is computed again."""
+    def backward(self) -> Iterator[Ledger]:
+        """The moments of a forward and a backward pass that take most: a layer that is computed again, and the head's
+        backward pass."""
         kept, again = self.activations()
-        moments = [self.ledger({Part.ACTIVATIONS: kept + again})]
-        if self.has_head:
-            frozen = self.spec.model.lora is not None
-            logits = head_bytes(self.rows, self.shape.hidden, self.chunk, self.element, frozen=frozen)
-            moments.append(self.ledger({Part.ACTIVATIONS: kept, Part.LOGITS: logits}))
-        return fullest(moments)
+        yield Ledger({Part.ACTIVATIONS: kept + again})
+        if self.has_head and not self.shape.value_head:
+            logits = head_bytes(self.rows, self.shape.hidden, self.chunk, self.element)
+            yield Ledger({Part.ACTIVATIONS: kept, Part.LOGITS: logits})
 
-    def moments(self) -> list[Ledger]:
-        """The peaks of the updates of policy and critic, which come one after the other."""
-        found = [self.update()]
-        if self.spec.algorithm.critic is not None:
-            tokens = role_tokens(self.spec.trainer, "critic", self.tokens)
-            kept, again = replace(self, tokens=tokens).activations()
-            found.append(self.ledger({Part.ACTIVATIONS: kept + again}))
-        return found
-
-    def scoring(self) -> Ledger:
-        """The peak of the forward passes of all models, with one layer's activations at a time."""
-        algorithm, trainer = self.spec.algorithm, self.spec.trainer
-        used = {"reference": algorithm.kl is not None, "critic": algorithm.critic is not None}
-        tokens = [self.tokens, *(role_tokens(trainer, role, self.tokens) for role in ROLES if used[role])]
-        return replace(self, tokens=max(tokens))._scoring()
-
-    def _scoring(self) -> Ledger:
-        """The peak of a forward pass."""
+    def forward(self) -> Ledger:
+        """The peak of a forward pass, with one layer's activations at a time."""
         tokens = self.element * self.tokens / self.options.context_parallel
         layers = [sum(self.layer_elements(kept_elements(self.shape, layer)).values()) for layer in self.layers]
         passing = {Part.ACTIVATIONS: tokens * max(layers)}
-        if self.has_head:
+        if self.has_head and not self.shape.value_head:
             passing[Part.LOGITS] = scoring_bytes(self.rows, self.chunk, self.element)
-        return self.ledger(passing, resting=True, scoring=True)
+        return Ledger(passing)
+
+    @property
+    def policy_between(self) -> Use:
+        """The policy's use while the critic computes: the reference's pass leaves the policy's weights on the
+        device."""
+        return Use.READ if self.has_reference else Use.NONE
+
+    def update(self) -> Iterator[Ledger]:
+        """The moments of both updates that take most, the critic's before the policy's. The critic's gradients are kept
+        until both are known to be finite."""
+        yield from (self.all_models(Use.TRAINED, Use.TRAINED) + passing for passing in self.backward())
+        if (critic := self.critic()) is not None:
+            kept = self.all_models(self.policy_between, Use.TRAINED)
+            yield from (kept + passing for passing in critic.backward())
+
+    def scoring(self) -> Iterator[Ledger]:
+        """The peaks of the forward passes of all models."""
+        yield self.all_models(Use.READ, Use.NONE) + self.forward()
+        if self.spec.algorithm.kl is not None:
+            tokens = role_tokens(self.spec.trainer, "reference", self.tokens)
+            yield self.all_models(Use.READ, Use.NONE, reference=True) + replace(self, tokens=tokens).forward()
+        if (critic := self.critic()) is not None:
+            yield self.all_models(self.policy_between, Use.READ) + critic.forward()
 
 
 def _recompute(spec: JobSpec, options: MegatronOptions) -> Recompute:
@@ -227,12 +267,10 @@ def predict(spec: JobSpec, shape: ModelShape, ranks: int, tokens: int) -> Predic
     check(options, shape, ranks, cuda=True)
     topology = Topology(ranks, options)
     stages = [StageMemory(spec, topology, shape, stage, tokens) for stage in range(options.pipeline_parallel)]
-    staging = {Part.STAGING: sender_bytes(spec, shape)}
+    staging = Ledger({Part.STAGING: sender_bytes(spec, shape)}, {Part.STAGING: snapshot_bytes(spec, shape, ranks)})
     return {
-        Phase.LOAD: fullest([stage.ledger({}, resting=True, idle=True) for stage in stages]),
-        Phase.SCORING: fullest([stage.scoring() for stage in stages]),
-        Phase.UPDATE: fullest([moment for stage in stages for moment in stage.moments()]),
-        Phase.PUBLICATION: fullest([stage.ledger(staging, resting=True) for stage in stages]).with_host(
-            {Part.STAGING: snapshot_bytes(spec, shape, ranks)}
-        ),
+        Phase.LOAD: fullest([stage.all_models(Use.NONE, Use.NONE) for stage in stages]),
+        Phase.SCORING: fullest([moment for stage in stages for moment in stage.scoring()]),
+        Phase.UPDATE: fullest([moment for stage in stages for moment in stage.update()]),
+        Phase.PUBLICATION: fullest([stage.all_models(Use.READ, Use.NONE) for stage in stages]) + staging,
     }

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.memory.ledger import Part, Phase
+from millrace.memory.ledger import Ledger, Part, Phase
 from millrace.memory.prediction import predict
 from millrace.memory.shape import decoder_shape
 from services.trainer.backends import build
@@ -56,3 +56,28 @@ def test_the_critic_is_a_part_of_its_own(one_rank: torch.device, untied_model: P
     predicted = predict(spec, decoder_shape(untied_model), 1)[Phase.SCORING].device
     assert held[Part.WEIGHTS] == alone[Part.WEIGHTS]
     assert held[Part.CRITIC] == pytest.approx(predicted[Part.CRITIC] / 3, rel=0.02)  # weights without moments
+
+
+def test_what_a_step_of_ppo_holds_when_the_policy_has_its_gradients_is_what_is_predicted(
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    untied_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Within 2 %, as above. The critic's optimizer runs after the policy's backward pass."""
+    spec = job_spec(untied_model, algorithm={"preset": "ppo", "kl": None})
+    backend, step = local_step(spec, one_rank, control, served)
+    held: list[Ledger] = []
+    norm = backend.gradient_norm
+
+    def gradient_norm() -> float:
+        held.append(measured(backend))
+        return float(norm())
+
+    monkeypatch.setattr(backend, "gradient_norm", gradient_norm)
+    for number in (1, 2):
+        step(number, random_groups(4, 4, seed=number))
+    predicted = predict(spec, decoder_shape(untied_model), 1)[Phase.UPDATE].device
+    for part in (Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.CRITIC):
+        assert held[1].device[part] == pytest.approx(predicted[part], rel=0.02), part
