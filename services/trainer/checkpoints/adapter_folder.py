@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from millrace.hub import HubName
 from services.trainer.protocol.adapter import Adapter
 
 
@@ -25,13 +26,14 @@ class GatheredAdapter:
 
     @classmethod
     def gather(cls, adapter: Adapter, model: str) -> Self | None:
-        """The adapter on rank 0, None on other ranks. `model` is the folder of the model that it belongs to. A
-        collective."""
+        """The adapter on rank 0, None on other ranks. `model` is the model that it belongs to: a folder, or a name on
+        the hub. A collective."""
         tensors = {name: tensor.to("cpu", copy=True) for name, tensor in adapter.export() if tensor is not None}
         if dist.get_rank() != 0:
             return None
         config = copy.copy(adapter.config)
-        config.base_model_name_or_path = model
+        name = HubName.of_model(model, "model.path")
+        config.base_model_name_or_path, config.revision = (name.repository, name.revision) if name else (model, None)
         return cls(config, tensors)
 
     def write(self, folder: Path) -> None:

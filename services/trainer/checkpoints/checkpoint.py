@@ -80,6 +80,7 @@ def prepare(
     job_id: JobId,
     version: Version,
     model: str,
+    model_name: str | None = None,
     weights: str | None = None,
     huggingface: bool,
     kl_coefficient: float | None = None,
@@ -88,9 +89,10 @@ def prepare(
     """Takes the present state, to be written to `path`. A collective.
 
     `copied`: the state is copied to host memory, so that training may continue before it is written; else it stays
-    where it is. `model` and `weights` are those of the job. For a job with `model.lora` the state has `path`/adapter
-    too, as PEFT stores it. With `huggingface` the folder `path`/huggingface of a job without is written at once, and
-    `path`/critic, from which another job's critic can start. Raises InvalidState where the folder cannot be written.
+    where it is. `model` and `weights` are the job's on this host, and `model_name` is what the job calls the model. For
+    a job with `model.lora` the state has `path`/adapter too, as PEFT stores it. With `huggingface` the folder
+    `path`/huggingface of a job without is written at once, and `path`/critic, from which another job's critic can
+    start. Raises InvalidState where the folder cannot be written.
     """
     target, rank = Path(path), dist.get_rank()
     token = collectives.gather_bytes(uuid.uuid4().hex.encode() if rank == 0 else b"")[0].decode()
@@ -118,7 +120,7 @@ def prepare(
     boxes = _own_boxes(backend)
     if copied:
         boxes = {name: torch.empty(box.shape, dtype=box.dtype).copy_(box) for name, box in boxes.items()}
-    adapter = None if backend.adapter is None else GatheredAdapter.gather(backend.adapter, model)
+    adapter = None if backend.adapter is None else GatheredAdapter.gather(backend.adapter, model_name or model)
     return PendingCheckpoint(target, version, rank, partial, description, boxes, adapter)
 
 

@@ -41,6 +41,9 @@ class LoadedJob:
 
     id: JobId
     spec: JobSpec
+    """With paths on this host where the job has names on the hub."""
+    model: str
+    """The model as the job names it: a folder, or a name on the hub."""
     backend: Backend
     version: Version
     coefficient: KlCoefficient
@@ -75,7 +78,8 @@ class Worker:
         self._sender.close()
         self._free_job()
         with collectives.fail_together():
-            spec = hub.local(JobSpec.model_validate_json(request.spec), weights=True)
+            asked = JobSpec.model_validate_json(request.spec)
+            spec = hub.local(asked, weights=True)
             choices.check(spec)
             registry.load_algorithms((kind, choice.name) for kind, choice, _ in choices.chosen(spec.algorithm))
             read_from, self._copies = in_shared_memory(spec)
@@ -83,7 +87,7 @@ class Worker:
             backend = build(read_from, self._world.device)
             coefficient = KlCoefficient(spec.algorithm.kl_coefficient)
             meter = MemoryMeter(spec, backend, self._world.rank, self._world.size)
-            job = LoadedJob(JobId(request.job_id), spec, backend, Version(0), coefficient, meter)
+            job = LoadedJob(JobId(request.job_id), spec, asked.model.path, backend, Version(0), coefficient, meter)
             if request.checkpoint:
                 self._load_checkpoint(job, request.checkpoint)
         self._job = job
@@ -143,6 +147,7 @@ class Worker:
             job_id=job.id,
             version=job.version,
             model=job.spec.model.path,
+            model_name=job.model,
             weights=job.spec.model.weights,
             huggingface=request.huggingface,
             kl_coefficient=job.coefficient.value,

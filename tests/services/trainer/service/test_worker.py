@@ -1,6 +1,7 @@
 """Memory and weights of earlier jobs on a rank."""
 
 import gc
+import json
 import weakref
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,37 @@ def test_a_model_is_read_from_shared_memory_while_a_rank_has_the_job(
         assert rank._loaded().spec.model.path == str(tied_model)
         assert Path(read[0]).is_dir() == use_shm
     assert read[0].startswith(str(tmp_path)) and read[1] == str(tied_model)
+
+
+@pytest.mark.parametrize("of_hub", [True, False])
+def test_a_saved_adapter_names_the_model_as_the_job_does(
+    of_hub: bool, one_rank: torch.device, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of the hub has another path on every host."""
+    commit = "c0ffee" * 6 + "c0ff"
+
+    def downloaded(spec: JobSpec, *, weights: bool) -> JobSpec:
+        return spec.model_copy(update={"model": spec.model.model_copy(update={"path": str(tied_model)})})
+
+    monkeypatch.setattr(worker.hub, "local", downloaded)
+    rank = worker_alone()
+    monkeypatch.setattr(rank, "_saver", Saver())
+    model = {"path": f"hf://someone/tiny@{commit}" if of_hub else str(tied_model), "lora": {"rank": 4}}
+    spec = job_spec(tied_model, model=model, schedule={"save_in_background": False})
+    rank.configure(pb.ConfigureTrainerRequest(job_id="job-1", spec=spec.model_dump_json()))
+    rank.save(pb.SaveRequest(job_id="job-1", path=str(tmp_path / "saved")))
+    config = json.loads((tmp_path / "saved" / "adapter" / "adapter_config.json").read_text())
+    named = (config["base_model_name_or_path"], config["revision"])
+    assert named == (("someone/tiny", commit) if of_hub else (str(tied_model), None))
+    assert json.loads((tmp_path / "saved" / "trainer.json").read_text())["model_folder"] == str(tied_model)
+
+
+class Saver:
+    """Has nothing to write in the background."""
+
+    def check_free(self) -> None: ...
+
+    def record(self, written: pb.FinishSaveResponse) -> None: ...
 
 
 def test_a_rank_tells_with_which_values_an_adapter_learns_slowly(
