@@ -101,7 +101,8 @@ class ModelPasses:
         if self.options.offload_activations:
             host = {Part.ACTIVATIONS: sum(kept[:-ON_DEVICE])}
             kept = kept[-ON_DEVICE:]
-        logits = 0.0 if shape.value_head else head_bytes(shape.vocabulary, shape.hidden, self.chunk, self.element)
+        sizes = shape.vocabulary, shape.hidden, self.chunk, self.element
+        logits = 0.0 if shape.value_head else head_bytes(*sizes, frozen=self.adapted)
         head = {Part.GATHERED: root + whole / PREFETCHED, Part.ACTIVATIONS: sum(kept), Part.LOGITS: logits}
         yield Ledger(head, host)
         reduced = 0.0 if self.adapted else max(layers) * (self.element + FLOAT32 + FLOAT32 / self.shards)

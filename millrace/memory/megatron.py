@@ -195,7 +195,8 @@ class StageMemory:
         kept, again = self.activations()
         yield Ledger({Part.ACTIVATIONS: kept + again})
         if self.has_head and not self.shape.value_head:
-            logits = head_bytes(self.rows, self.shape.hidden, self.chunk, self.element)
+            frozen = self.spec.model.lora is not None
+            logits = head_bytes(self.rows, self.shape.hidden, self.chunk, self.element, frozen=frozen)
             yield Ledger({Part.ACTIVATIONS: kept, Part.LOGITS: logits})
 
     def forward(self) -> Ledger:
