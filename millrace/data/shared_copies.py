@@ -9,14 +9,16 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import time
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from millrace.errors import MillraceError, Unavailable, refused
+from millrace.errors import InvalidJob, Unavailable, refused
 from millrace.spec import JobSpec
 
 log = structlog.get_logger(__name__)
@@ -46,34 +48,36 @@ class SharedCopy:
 
 def in_shared_memory(spec: JobSpec) -> tuple[JobSpec, list[SharedCopy]]:
     """The spec with the paths of copies in place of its model folders, where it asks for that, and the copies, which
-    the caller releases. Raises InvalidJob where there is no room, Unavailable where another process takes too long."""
+    the caller releases. Raises InvalidJob where a folder cannot be read, where there is no room, or where this user
+    cannot have shared memory for itself; Unavailable where another process takes too long."""
     if not spec.model.use_shm:
         return spec, []
-    critic, copies = spec.algorithm.critic, list[SharedCopy]()
-    paths = [spec.model.path, spec.model.weights, None if critic is None else critic.path]
-    try:
-        for path in filter(None, paths):
-            copies.append(acquire(Path(path)))
-    except MillraceError:
-        for copy in copies:
-            copy.release()
-        raise
-    used = iter(copies)
-    folder, weights, critics = (path and str(next(used).path) for path in paths)
-    changed: dict[str, Any] = {"model": spec.model.model_copy(update={"path": folder, "weights": weights})}
+    critic, copies = spec.algorithm.critic, dict[str, SharedCopy]()
+    folders = {"model.path": spec.model.path, "model.weights": spec.model.weights}
+    folders["algorithm.critic.path"] = None if critic is None else critic.path
+    with ExitStack() as acquired:
+        for field, folder in folders.items():
+            if folder is not None:
+                copies[field] = acquire(Path(folder), field)
+                acquired.callback(copies[field].release)
+        acquired.pop_all()
+    path, weights, critics = (str(copies[field].path) if field in copies else None for field in folders)
+    changed: dict[str, Any] = {"model": spec.model.model_copy(update={"path": path, "weights": weights})}
     if critic is not None:
         critic = critic.model_copy(update={"path": critics})
         changed["algorithm"] = spec.algorithm.model_copy(update={"critic": critic})
-    return spec.model_copy(update=changed), copies
+    return spec.model_copy(update=changed), list(copies.values())
 
 
-def acquire(folder: Path) -> SharedCopy:
-    """The copy of a model folder, made if there is none. Raises as `in_shared_memory`."""
-    files = [file for file in sorted(folder.iterdir()) if file.is_file()]
-    home = SHARED_MEMORY / f"millrace-models-{os.getuid()}"
-    home.mkdir(mode=0o700, exist_ok=True)
-    path = home / f"{folder.name}-{_identity(files)}"
-    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def acquire(folder: Path, field: str = "model.path") -> SharedCopy:
+    """The copy of a model folder, made if there is none. `field` names the folder in the spec. Raises as
+    `in_shared_memory`."""
+    files = _files(folder, field)
+    path = _home() / f"{folder.name}-{_identity(files)}"
+    try:
+        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _not_writable(path, error) from error
     try:
         _use(path, lock, files)
     except BaseException:
@@ -85,13 +89,56 @@ def acquire(folder: Path) -> SharedCopy:
 
 def collect() -> None:
     """Removes the copies of this user that no process uses."""
-    home = SHARED_MEMORY / f"millrace-models-{os.getuid()}"
+    home = _home_path()
+    if not _is_private(home):
+        return
     for found in home.glob("*.lock"):
         lock = os.open(found, os.O_RDWR | os.O_CLOEXEC)
         try:
             _remove_unused(found.with_suffix(""), lock)
         finally:
             os.close(lock)
+
+
+def _files(folder: Path, field: str) -> list[Path]:
+    try:
+        return [file for file in sorted(folder.iterdir()) if file.is_file()]
+    except OSError as error:
+        reason = f"the trainer's host cannot read this folder: {error.strerror or error}"
+        raise refused(field, str(folder), reason, "give a folder that every host of the trainer can read.") from error
+
+
+def _home() -> Path:
+    """The folder of this user's copies. Every user may write to shared memory, so a folder that another one could have
+    filled is refused. Raises InvalidJob."""
+    home = _home_path()
+    try:
+        with suppress(FileExistsError):
+            home.mkdir(mode=0o700)
+    except OSError as error:
+        raise _not_writable(home, error) from error
+    if not _is_private(home):
+        reason = f"{home} is not a folder of this user with mode 0700, so that another user may have put files there"
+        raise refused(FIELD, True, reason, "remove it, or set model.use_shm to false.")
+    return home
+
+
+def _home_path() -> Path:
+    return SHARED_MEMORY / f"millrace-models-{os.getuid()}"
+
+
+def _is_private(home: Path) -> bool:
+    """Whether it is a folder, no link to one, that this user alone may open."""
+    try:
+        found = home.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and found.st_mode & 0o777 == 0o700
+
+
+def _not_writable(path: Path, error: OSError) -> InvalidJob:
+    fix = f"let this user write to {SHARED_MEMORY}, or set it to false."
+    return refused(FIELD, True, f"{path} cannot be made: {error.strerror or error}", fix)
 
 
 def _use(path: Path, lock: int, files: list[Path]) -> None:
@@ -111,6 +158,10 @@ def _use(path: Path, lock: int, files: list[Path]) -> None:
 
 
 def _copy(files: list[Path], path: Path) -> None:
+    """Makes the copy; its lock is held. What killed processes left there is removed before the free space is read."""
+    partial = path.with_name(f"{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    collect()
     needed, free = sum(file.stat().st_size for file in files), shutil.disk_usage(SHARED_MEMORY).free
     if needed + KEPT_FREE > free:
         reason = (
@@ -119,11 +170,9 @@ def _copy(files: list[Path], path: Path) -> None:
         )
         fix = "free or enlarge it (docker run --shm-size, compose shm_size), or set it to false."
         raise refused(FIELD, True, reason, fix)
-    partial = path.with_name(f"{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-    partial.mkdir()
     began = time.monotonic()
     try:
+        partial.mkdir()
         for file in files:
             shutil.copyfile(file, partial / file.name)
     except OSError as error:
