@@ -146,7 +146,7 @@ class OutOfMemory(MillraceError):
 
 
 class PartialOutOfMemory(OutOfMemory):
-    """The same after some updates of the step were written. As with PartialStep, the weights are given up."""
+    """The same after an update of the step began to write weights. As with PartialStep, the weights are given up."""
 
 
 class PartialStep(MillraceError):

@@ -58,7 +58,7 @@ class MemoryMeter:
         self.tokens = 0
         """Of this rank's largest micro-batch in that step."""
         self.updated = False
-        """Whether that step has changed weights."""
+        """Whether an update of that step has begun to write weights."""
         self.shape = _shape(spec)
         self.rank, self.ranks = rank, ranks
         self.backend = backend

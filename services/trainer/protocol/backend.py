@@ -68,6 +68,10 @@ class TrainableModel(Protocol):
     def gradient_norm(self) -> float:
         """Norm of the gradients added so far, the same on every rank; infinite or NaN where a gradient is."""
 
+    def prepare_update(self) -> None:
+        """Allocates what the optimizer keeps from the model's first update on: all of it, or none where there is no
+        memory for it. Called when the gradients are there, before any weight of the step's update is written."""
+
     def optimizer_step(self, *, lr: float, gradient_scale: float) -> None:
         """Multiplies the gradients by the scale, updates the weights and clears the gradients."""
 

@@ -61,7 +61,7 @@ class Clock:
     repeatedly."""
 
     def __init__(self, meter: MemoryMeter) -> None:
-        self._meter = meter
+        self.meter = meter
         self._parts: dict[str, float] = {}
 
     @contextmanager
@@ -69,7 +69,7 @@ class Clock:
         """Raises OutOfMemory where the device has no memory left in this part."""
         began = time.perf_counter()
         try:
-            with self._meter.during(part), span(SPANS.get(part, SpanKind.ASSESS), detail=part):
+            with self.meter.during(part), span(SPANS.get(part, SpanKind.ASSESS), detail=part):
                 yield
         finally:
             self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - began

@@ -68,8 +68,8 @@ def train_step(
 
     Raises NonFinite, with the trajectory named, for a NaN or an infinity, InvalidJob where a user's own loss fails:
     the weights are unchanged. PartialStep for the same failures after the first of several updates. OutOfMemory, on the
-    ranks that have no memory left: `meter.updated` says whether weights were changed. InvalidState or Unavailable where
-    trajectories are not available.
+    ranks that have no memory left: `meter.updated` says whether weights may have changed. InvalidState or Unavailable
+    where trajectories are not available.
     """
     clock, parallel, spec = Clock(meter), backend.data_parallel, coefficient.applied_to(spec)
     if request.token_budget:
@@ -93,7 +93,6 @@ def train_step(
     for number in range(len(batch.updates)):
         with _said_what_was_written(updates):
             updates.append(update(spec, backend, batch, number, inputs, request.step, clock))
-        meter.updated = True
     train_bt, mask_bt = _of_first_weights(batch, scored, updates[0])
     with span(SpanKind.REPORT):
         apart = (train_bt, batch.rollout_bt, mask_bt, batch.sampled_with_bt(request.step - 1), inputs.advantages_bt)

@@ -69,7 +69,7 @@ def update(
     """Forward and backward over the micro-batches of the step's update `number`, then one step of each optimizer.
 
     Raises NonFinite where a log-probability, a value or a gradient is NaN or infinite, and InvalidJob where a user's
-    own loss fails: no weight has changed then.
+    own loss fails: no weight has changed then. `clock.meter.updated` is set before the first weight is written.
     """
     trained_b = torch.zeros(len(batch.samples), dtype=torch.bool, device=batch.device)
     trained_b[[row for microbatch in batch.updates[number] for row in microbatch.rows]] = True
@@ -85,6 +85,10 @@ def update(
         for model_update in models:
             model_update.model.zero_gradients()
         raise
+    for model_update in models:
+        with clock(f"update_{model_update.name}"):
+            model_update.model.prepare_update()
+    clock.meter.updated = True  # an optimizer that runs out of memory may have written a part of the weights
     for model_update in models:
         with clock(f"update_{model_update.name}"):
             scale = min(1.0, model_update.optimizer.clip_grad_norm / (model_update.norm + CLIP_EPS))

@@ -29,6 +29,12 @@ class DeviceAdamW:
             fused=True,
         )
 
+    def make_moments(self) -> None:
+        """Allocates the moments of weights that have a gradient for the first time: of all of them, or of none."""
+        state = self._optimizer.state
+        trained = [each for each in self._parameters.values() if each.grad is not None and each not in state]
+        state.update({parameter: _no_moments(parameter, 0) for parameter in trained})
+
     def step(self, lr: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -53,9 +59,13 @@ class DeviceAdamW:
     def prepare(self, updates: int) -> None:
         self._optimizer.state.clear()
         for parameter in self._parameters.values() if updates else ():
-            step = torch.tensor(float(updates), dtype=torch.float32, device=parameter.device)
-            moments = {kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS}
-            self._optimizer.state[parameter] = {"step": step, **moments}
+            self._optimizer.state[parameter] = _no_moments(parameter, updates)
+
+
+def _no_moments(parameter: Tensor, updates: int) -> dict[str, Tensor]:
+    """The state that AdamW keeps for a parameter after so many updates, with moments of 0."""
+    step = torch.tensor(float(updates), dtype=torch.float32, device=parameter.device)
+    return {"step": step, **{kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS}}
 
 
 class ShardedModel:
@@ -77,6 +87,9 @@ class ShardedModel:
         norm = nn.utils.get_total_norm(gradients)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
+    def prepare_update(self) -> None:
+        self._optimizer.make_moments()
+
     def optimizer_step(self, *, lr: float, gradient_scale: float) -> None:
         for parameter in self._trained.values():
             if parameter.grad is not None:
@@ -91,6 +104,8 @@ class ShardedModel:
     def abandon_pass(self) -> None:
         reset_sharding(self._model)
         self.zero_gradients()
+        if not self.updates:
+            self._optimizer.prepare(0)  # as checkpoints have it: no moments before the first update
 
     def held(self) -> dict[Part, list[Tensor]]:
         trained: list[Tensor] = list(self._trained.values())

@@ -172,6 +172,9 @@ class MegatronBackend:
     def gradient_norm(self) -> float:
         return self._updater.norm()
 
+    def prepare_update(self) -> None:
+        self._updater.make_moments()
+
     def optimizer_step(self, *, lr: float, gradient_scale: float) -> None:
         self._updater.step(lr=lr, gradient_scale=gradient_scale)
         self.rest()

@@ -76,6 +76,9 @@ class MegatronCritic:
     def gradient_norm(self) -> float:
         return self._model.gradient_norm()
 
+    def prepare_update(self) -> None:
+        self._model.prepare_update()
+
     def optimizer_step(self, *, lr: float, gradient_scale: float) -> None:
         self._model.optimizer_step(lr=lr, gradient_scale=gradient_scale)
 

@@ -35,10 +35,13 @@ class HostAdamW:
         self._weights: list[_Weight] = []
         self._steps = 0
 
+    def make_moments(self) -> None:
+        """Allocates the moments of all weights, where there are none yet: all of them, or none."""
+        self._weights = self._weights or [self._without_moments(*each) for each in self._parameters.items()]
+
     def step(self, lr: float) -> None:
         """One update of every weight that has a gradient."""
-        if not self._weights:
-            self._make_moments()
+        self.make_moments()
         for part in self._parts():
             self._update(part, lr)
         self._steps += 1
@@ -67,14 +70,13 @@ class HostAdamW:
         """Sets the state as it is after `updates` updates; the moments are 0."""
         self._weights, self._steps = [], updates
         if updates:
-            self._make_moments()
+            self.make_moments()
 
-    def _make_moments(self) -> None:
-        for name, parameter in self._parameters.items():
-            local = LocalPart.of(parameter).values
-            pinned = local.device.type == "cuda"
-            moments = (torch.zeros(local.shape, dtype=local.dtype, pin_memory=pinned) for _ in range(2))
-            self._weights.append(_Weight(name, parameter, *moments))
+    def _without_moments(self, name: str, parameter: Tensor) -> _Weight:
+        local = LocalPart.of(parameter).values
+        pinned = local.device.type == "cuda"
+        moments = (torch.zeros(local.shape, dtype=local.dtype, pin_memory=pinned) for _ in range(2))
+        return _Weight(name, parameter, *moments)
 
     def _parts(self) -> Iterator[list[_Weight]]:
         part: list[_Weight] = []

@@ -4,7 +4,7 @@ An optimizer keeps them next to the parameters, in shares of the distributed opt
 in host memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class OwnedRange:
     def moment(self, name: str) -> Tensor | None:
         """A moment, flat; None before the first update."""
         state = self.inner.state.get(self.key, {})
-        return state[name].view(-1) if name in state and not _not_updated(self.inner) else None
+        return state[name].view(-1) if name in state and _updated(self.inner, state) else None
 
 
 def owned_ranges(part: MegatronOptimizer) -> Iterator[OwnedRange]:
@@ -109,6 +109,20 @@ def prepare(part: MegatronOptimizer) -> None:
         _create_masters(part.optimizer)
 
 
+def make_moments(part: MegatronOptimizer) -> None:
+    """Creates the moments, 0, that the first update would create: all of them, or none where memory runs out."""
+    made: list[tuple[torch.optim.Optimizer, Tensor]] = []
+    try:
+        for inner in _inner(part.optimizer):
+            for parameter in [each for each in _parameters(inner) if not inner.state.get(each)]:
+                made.append((inner, parameter))
+                _zero_moments(inner, parameter, 0)
+    except torch.OutOfMemoryError:
+        for inner, parameter in made:
+            inner.state.pop(parameter, None)
+        raise
+
+
 def make_room(part: MegatronOptimizer, updates: int) -> None:
     """Sets the moments to 0 and the number of updates to `updates`, for a checkpoint to be read into."""
     for inner in _inner(part.optimizer):
@@ -119,7 +133,10 @@ def make_room(part: MegatronOptimizer, updates: int) -> None:
             _create_masters(inner)
             _count_steps(inner, updates)
         elif updates:
-            _zero_moments(inner, updates)
+            if not isinstance(inner, torch.optim.AdamW):
+                _count_steps(inner, updates)
+            for parameter in _parameters(inner):
+                _zero_moments(inner, parameter, updates)
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -134,8 +151,13 @@ def _has_masters(inner: torch.optim.Optimizer) -> bool:
 
 def _create_masters(inner: Any) -> None:
     """Creates master weights, and moments of 0 in their dtype, which the first update would create otherwise."""
-    for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
+    for parameter in _parameters(inner):
         inner.initialize_state(parameter, False)
+
+
+def _parameters(inner: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in inner.param_groups:
+        yield from group["params"]
 
 
 def _master(inner: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
@@ -143,9 +165,12 @@ def _master(inner: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
     return found.detach()
 
 
-def _not_updated(inner: torch.optim.Optimizer) -> bool:
-    """Whether there has been no update yet, for an optimizer whose state exists before the first update."""
-    return _has_masters(inner) and not any("step" in group for group in inner.param_groups)
+def _updated(inner: torch.optim.Optimizer, state: Mapping[str, Any]) -> bool:
+    """Whether there has been an update of a parameter with this state. Transformer Engine's Adam counts its steps in
+    the group, torch's in the state of each parameter."""
+    if isinstance(inner, torch.optim.AdamW):
+        return bool(state["step"] > 0)
+    return any("step" in group for group in inner.param_groups)
 
 
 def _hybrid_ranges(part: DistributedOptimizer) -> Iterator[OwnedRange]:
@@ -175,15 +200,9 @@ def _count_steps(inner: torch.optim.Optimizer, updates: int) -> None:
         group["step"] = updates
 
 
-def _zero_moments(inner: torch.optim.Optimizer, updates: int) -> None:
-    """Creates moments of 0. Transformer Engine's Adam counts its steps in the group, torch's in the state of each
-    parameter."""
-    counts_in_groups = not isinstance(inner, torch.optim.AdamW)
-    for group in inner.param_groups:
-        if counts_in_groups:
-            group["step"] = updates
-        for parameter in group["params"]:
-            state = inner.state[parameter]
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-            if not counts_in_groups:
-                state["step"] = torch.tensor(float(updates))
+def _zero_moments(inner: torch.optim.Optimizer, parameter: Tensor, updates: int) -> None:
+    """Creates a parameter's moments, 0; with torch's Adam as after so many updates."""
+    state = inner.state[parameter]
+    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    if isinstance(inner, torch.optim.AdamW):
+        state["step"] = torch.tensor(float(updates))

@@ -125,6 +125,11 @@ class Updater:
             squares[of_experts] += _square(gradients)
         return math.sqrt(sum(_summed(square, self._norm_group(experts)) for experts, square in squares.items()))
 
+    def make_moments(self) -> None:
+        """Allocates the moments that the first update would allocate: of an optimizer all of them, or none."""
+        for part in self.parts:
+            master_weights.make_moments(part)
+
     def step(self, *, lr: float, gradient_scale: float) -> None:
         """Multiplies the gradients by the scale, updates the weights and clears the gradients."""
         self._prepare()
