@@ -1,7 +1,8 @@
 """Layouts of FSDP2's ranks that cross hosts needlessly.
 
 The ranks of one sharded copy gather weights in every layer, and the ranks that share a micro-batch exchange
-activations; copies of the model exchange gradients once a step. Torch-free.
+activations; copies of the model exchange gradients once an update, or once a micro-batch with `offload_parameters`.
+Torch-free.
 """
 
 from collections.abc import Iterator

@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,6 +39,8 @@ from services.trainer.backends.head import WantedTokens
 from services.trainer.protocol.backend import LossFn, Output, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
+
+log = structlog.get_logger(__name__)
 
 ATTENTION_FIELD = f"{FIELD}.attention"
 CHECKED = 8
@@ -101,7 +104,13 @@ class Fsdp2Backend(ShardedModel):
             self._reference_sequence = own.sequence
             self._reference = policy(spec.model, config, own, dtype=compute).requires_grad_(False)
         self._reference_weights: list[Tensor] = [] if self._reference is None else list(self._reference.parameters())
-        super().__init__(model, spec.trainer.optimizer, device, offload_optimizer=options.offload_optimizer)
+        super().__init__(
+            model,
+            spec.trainer.optimizer,
+            device,
+            offload_optimizer=options.offload_optimizer,
+            adds_up_late=sharding.adds_up_late,
+        )
         self._chunked = self._scores_in_chunks(options.logprob_chunk_tokens, reference.logprob_chunk_tokens)
         if options.offload_activations:
             ActivationOffload(device).install(self._model, decoder_layers(self._model))
@@ -170,7 +179,7 @@ class Fsdp2Backend(ShardedModel):
         self, microbatches: Sequence[MicroBatch], loss_fn: LossFn[Output], *, temperature: float
     ) -> list[Output]:
         outputs = []
-        for batch in microbatches:
+        for batch in self.with_gradients_added_up(microbatches):
             scores = self._scores(self._model, self._sequence, batch, temperature)
             try:
                 loss, output = loss_fn(batch, scores)
@@ -200,12 +209,21 @@ class Fsdp2Backend(ShardedModel):
         return token_scores(logits_1rv[0], tokens.targets_r, temperature, tokens.others_rk)
 
     def _scores_in_chunks(self, *chunk_tokens: int) -> bool:
-        """Whether token scores can be computed from hidden states, see `head`. A few tokens are scored in both ways to
-        check that: a model may change its logits in more ways than its config tells. `chunk_tokens`: of policy and
+        """Whether token scores can be computed from hidden states, see `head`. `chunk_tokens`: of policy and
         reference."""
-        models = [model for model in (self._model, self._reference) if model is not None]
-        if not all([head.install(model, tokens) for model, tokens in zip(models, chunk_tokens, strict=False)]):
-            return False
+        reason = head.obstacle(self._model)
+        if reason is None:
+            models = [model for model in (self._model, self._reference) if model is not None]
+            for model, tokens in zip(models, chunk_tokens, strict=False):
+                head.install(model, tokens)
+            reason = None if self._scored_alike() else "from its hidden states they come out differently"
+        if reason is not None and self._rank == 0:
+            model_type = self._model.config.model_type
+            log.warning("token scores need the logits of a whole micro-batch", model_type=model_type, reason=reason)
+        return reason is None
+
+    def _scored_alike(self) -> bool:
+        """Scores a few tokens in both ways: a model may change its logits in more ways than its config tells."""
         batch = MicroBatch((0,), (CHECKED,), (CHECKED - 1,), torch.arange(CHECKED))
         tokens = self._sequence.tokens(batch, self.device)
         with torch.no_grad(), self._without_dropout():

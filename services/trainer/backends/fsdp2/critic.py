@@ -80,7 +80,13 @@ class Fsdp2Critic(ShardedModel):
         self._attention, self._rank = sharding.attention, sharding.mesh.get_rank()
         self._sequence = sharding.sequence
         device = torch.device(sharding.mesh.device_type)
-        super().__init__(module, chosen.optimizer, device, offload_optimizer=options.offload_optimizer)
+        super().__init__(
+            module,
+            chosen.optimizer,
+            device,
+            offload_optimizer=options.offload_optimizer,
+            adds_up_late=sharding.adds_up_late,
+        )
 
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
         with torch.no_grad():
@@ -90,7 +96,7 @@ class Fsdp2Critic(ShardedModel):
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn[Output]) -> list[Output]:
         turns, values, outputs = self._sequence.turns, [], []
-        for batch in turns.mine(microbatches):
+        for batch in self.with_gradients_added_up(turns.mine(microbatches)):
             values_r = self._values(batch)
             loss, output = loss_fn(batch, values_r)
             loss.backward()

@@ -42,6 +42,12 @@ class Sharding:
     compile: bool = False
     """Compile each decoder layer. Lengths are dynamic, so each kind of layer is compiled once."""
 
+    @property
+    def adds_up_late(self) -> bool:
+        """Whether copies of the module add up their gradients once an update and not after each micro-batch. What a
+        copy adds up until then is on the device, so not where shards are in host memory."""
+        return self.mesh.ndim > 1 and not self.offload
+
 
 def load_config(model: Model, field: str = FIELD) -> Any:
     """The config of a model folder, without dropout and noise: a policy is trained with the probabilities with which it

@@ -1,16 +1,18 @@
 """A sharded module with its AdamW: the common part of policy and critic."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from millrace.memory.ledger import Part
 from millrace.spec.trainer import Optimizer
 from services.trainer.backends.fsdp2.offload.host_adamw import HostAdamW
 from services.trainer.protocol.local_tensors import NamedTensors
+from services.trainer.protocol.microbatch import MicroBatch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -72,15 +74,32 @@ class ShardedModel:
     """Implements `services.trainer.protocol.backend.TrainableModel`."""
 
     def __init__(
-        self, module: nn.Module, chosen: Optimizer, device: torch.device, *, offload_optimizer: bool = False
+        self,
+        module: nn.Module,
+        chosen: Optimizer,
+        device: torch.device,
+        *,
+        offload_optimizer: bool = False,
+        adds_up_late: bool = False,
     ) -> None:
+        """`adds_up_late`: copies of the model add up their gradients once a pass over micro-batches, see
+        `with_gradients_added_up`."""
         self._model: Any = module
         self._trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self._frozen: list[Tensor] = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._device = device
+        self._adds_up_late = adds_up_late
         kind = HostAdamW if offload_optimizer else DeviceAdamW
         self._optimizer: HostAdamW | DeviceAdamW = kind(self._trained, chosen)
         self.updates = 0
+
+    def with_gradients_added_up(self, microbatches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """The micro-batches, for a forward and a backward pass each. Copies of the model add up their gradients in the
+        backward pass of the last one; until then each rank has the sum of its own copy's micro-batches."""
+        for number, batch in enumerate(microbatches, 1):
+            if self._adds_up_late:
+                self._model.set_requires_all_reduce(number == len(microbatches))
+            yield batch
 
     def gradient_norm(self) -> float:
         gradients = [parameter.grad for parameter in self._trained.values() if parameter.grad is not None]
@@ -100,6 +119,8 @@ class ShardedModel:
 
     def zero_gradients(self) -> None:
         self._optimizer.zero_grad()
+        if self._adds_up_late:
+            forget_own_sums(self._model)
 
     def abandon_pass(self) -> None:
         reset_sharding(self._model)
@@ -133,3 +154,13 @@ def reset_sharding(module: Any) -> None:
     else:  # torch before 2.13
         module._get_fsdp_state()._root_post_backward_final_callback()
         module.reshard()
+
+
+def forget_own_sums(module: nn.Module) -> None:
+    """Forgets what a copy has added up of its own micro-batches, where a pass ended before the last of them: FSDP would
+    add it to the next pass."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            state: Any = part._get_fsdp_state()
+            if (group := state._fsdp_param_group) is not None:
+                group._partial_reduce_output = None

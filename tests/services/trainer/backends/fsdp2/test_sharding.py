@@ -1,19 +1,28 @@
-"""How the model is divided over ranks changes no number: copies over groups of ranks (HSDP), weights in host memory."""
+"""How the model is divided over ranks changes no number: copies over groups of ranks (HSDP), weights in host memory.
 
+Each rank has two micro-batches of an update. Gradients and losses are those of one rank within 2e-5: AdamW's first
+steps have the size of the learning rate, so that weights say little of a gradient's scale.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from millrace.errors import InvalidJob
 from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
+from services.trainer.protocol.backend import TokenScores
+from services.trainer.protocol.microbatch import MicroBatch
 from tests.forked import CONTEXT
 from tests.services.trainer.backends.fsdp2.test_backend import samples
-from tests.services.trainer.backends.fsdp2.test_lora import trained
+from tests.services.trainer.backends.fsdp2.test_lora import loss, trained
 from tests.services.trainer.backends.fsdp2.test_shards import check
 from tests.services.trainer.checkpoints.saved import save
 from tests.services.trainer.groups import job_spec
@@ -26,16 +35,42 @@ CASES: dict[str, dict[str, Any]] = {
     "copies-moments": {"fsdp_size": 2, "offload_optimizer": True},
 }
 RANKS = 4
+LENGTHS = [(3, 9), (12, 4), (7, 20), (5, 5), (2, 8), (4, 1), (9, 11), (6, 3)]
+CLOSE = 2e-5
+
+
+def micro_batches(mine: slice) -> list[MicroBatch]:
+    """One of each of the sequences."""
+    drawn = samples(LENGTHS)
+    return [MicroBatch.pack(drawn, [row]) for row in range(len(drawn))[mine]]
+
+
+def first_pass(backend: Any, batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    """Gradients, and the losses of these micro-batches. The gradients are gone then."""
+
+    def told(batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, Tensor]:
+        return (value := loss(batch, scores)[0]), value.detach()
+
+    losses = backend.forward_backward(batches, told, temperature=1.0)
+    found = {name: each.grad.full_tensor().clone() for name, each in backend._trained.items()}
+    backend.zero_gradients()
+    return {**found, "losses": torch.stack(losses)}
 
 
 def on_rank(rank: int, folder: Path, model: Path) -> None:
-    """Three updates on this rank's quarter of the samples; every case saves a checkpoint and what it exports."""
+    """A pass, and three updates, on this rank's quarter of the samples; every case saves gradients, a checkpoint and
+    what it exports."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), RANKS)
     dist.init_process_group("cpu:gloo", store=store, rank=rank, world_size=RANKS)
     for name, options in CASES.items():
-        backend = build(job_spec(model, trainer={"backend_options": options}), torch.device("cpu"))
-        trained(backend, samples([(3, 9), (12, 4), (7, 20), (5, 5)])[rank::RANKS])
+        backend: Any = build(job_spec(model, trainer={"backend_options": options}), torch.device("cpu"))
+        batches = micro_batches(slice(rank, None, RANKS))
+        if options.get("fsdp_size"):
+            check_exchanges(backend, batches, late=not options.get("offload_parameters"))
+            check_abandoned(backend, batches)
+        save_file(first_pass(backend, batches), folder / f"{name}-{rank}.gradients")
+        trained(backend, samples(LENGTHS)[rank::RANKS])
         save(folder / f"checkpoint-{name}", backend, 3)
         exported = {info.name: tensor for info, tensor in backend.export("float32")}
         if rank == 0:
@@ -44,11 +79,40 @@ def on_rank(rank: int, folder: Path, model: Path) -> None:
     dist.destroy_process_group()
 
 
+def check_exchanges(backend: Any, batches: Sequence[MicroBatch], *, late: bool) -> None:
+    """Copies exchange as many gradients for two micro-batches as for one where they are added up late."""
+    counts, all_reduce = list[int](), dist.all_reduce
+    for number in (1, len(batches)):
+        with patch.object(dist, "all_reduce", side_effect=all_reduce) as counted:
+            first_pass(backend, batches[:number])
+        counts.append(counted.call_count)
+    assert counts[0] > 0 and counts[1] == counts[0] * (1 if late else len(batches))
+
+
+def check_abandoned(backend: Any, batches: Sequence[MicroBatch]) -> None:
+    """A pass whose second loss fails leaves nothing for the next one."""
+    expected = first_pass(backend, batches)
+
+    def failing(batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, None]:
+        if batch is batches[1]:
+            raise InvalidJob("no loss", "none")
+        return loss(batch, scores)
+
+    with pytest.raises(InvalidJob):
+        backend.forward_backward(batches, failing, temperature=1.0)
+    backend.zero_gradients()
+    for name, values in first_pass(backend, batches).items():
+        assert torch.equal(values, expected[name]), name
+
+
 @pytest.mark.slow
 def test_no_division_changes_a_weight(one_rank: torch.device, untied_model: Path, tmp_path: Path) -> None:
-    """Weights after three updates equal those of one rank, and a checkpoint of each division is read by one rank."""
+    """Losses, gradients, and weights after three updates are those of one rank, which reads the checkpoint of each
+    division."""
     backend = build(job_spec(untied_model), one_rank)
-    trained(backend, samples([(3, 9), (12, 4), (7, 20), (5, 5)]))
+    one = first_pass(backend, micro_batches(slice(None)))
+    losses = one.pop("losses")
+    trained(backend, samples(LENGTHS))
     expected = {info.name: tensor for info, tensor in backend.export("float32") if tensor is not None}
     ranks = [CONTEXT.Process(target=on_rank, args=(rank, tmp_path, untied_model)) for rank in range(RANKS)]
     for process in ranks:
@@ -57,6 +121,10 @@ def test_no_division_changes_a_weight(one_rank: torch.device, untied_model: Path
         process.join(300)
     assert [process.exitcode for process in ranks] == [0] * RANKS
     for name in CASES:
+        for rank in range(RANKS):
+            gradients = load_file(tmp_path / f"{name}-{rank}.gradients")
+            torch.testing.assert_close(gradients.pop("losses"), losses[rank::RANKS], atol=CLOSE, rtol=CLOSE)
+            torch.testing.assert_close(gradients, one, atol=CLOSE, rtol=0.0)
         found = load_file(tmp_path / name)
         for tensor, values in expected.items():
             # AdamW's first steps have the size of the learning rate: a gradient near 0 may be rounded to either sign.
