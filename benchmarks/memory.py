@@ -25,7 +25,7 @@ from benchmarks.shapes import config_of
 from benchmarks.training import draw_weights
 from millrace.bench.shapes import shape_of
 from millrace.errors import MillraceError
-from millrace.memory.ledger import KEPT, Part
+from millrace.memory.ledger import KEPT
 from millrace.spec import JobSpec, parse
 from services.trainer.backends import build
 from services.trainer.memory.garbage import forget_models
@@ -183,9 +183,7 @@ def _values(row: Mapping[str, Any], plain: Mapping[str, Any], column: str) -> tu
     if column == "saved":
         (before, found_before), (after, found_after) = _values(plain, plain, "peak"), _values(row, plain, "peak")
         return before - after, found_before - found_after
-    passing = (Part.GATHERED, Part.ACTIVATIONS, Part.LOGITS)
-    names = [f"memory/predicted/{part}" for part in passing] if column == "rest" else [f"memory/predicted/{column}"]
-    return sum(row.get(name, 0.0) for name in names), row.get(f"memory/update/{column}", 0.0)
+    return row.get(f"memory/update/predicted/{column}", 0.0), row.get(f"memory/update/{column}", 0.0)
 
 
 def _pair(predicted: float, found: float) -> str:

@@ -14,10 +14,10 @@ from millrace.rest import JobState, StepMetrics
 from millrace.telemetry.metrics.catalogue import find
 from millrace.telemetry.metrics.step.batch import MEAN_SCORE
 from millrace.telemetry.metrics.step.evaluation import EVALUATION_RESULTS
-from millrace.telemetry.metrics.step.memory import MEMORY, PREDICTED, UPDATE
 from millrace.telemetry.metrics.step.mismatch import MISMATCH_SUMMARY
 from millrace.telemetry.metrics.step.timing import TIMING
 from services.coordinator.observe.step_metrics import mean
+from services.coordinator.stages.memory import memory_by_phase, memory_lines
 from services.coordinator.stages.run import Run
 from services.coordinator.store import StoreDown
 
@@ -72,7 +72,7 @@ async def _gather(run: Run, state: JobState, message: str) -> dict[str, Any]:
         "publications": _publications(await run.records.publications()),
         "mismatch": _mismatch(rows),
         "seconds_per_step": _seconds(rows),
-        "memory": _memory(rows),
+        "memory": memory_by_phase(rows),
         "checkpoint": job.checkpoint,
         "model": run.spec.model.path,
         "evaluations": [_evaluation(row) for row in await run.records.rows(-1, job.step) if _evaluation(row)],
@@ -94,19 +94,6 @@ def _seconds(rows: Sequence[StepMetrics]) -> dict[str, float]:
     """The mean of each timing over the steps that have it."""
     names = sorted({name for row in rows for name in row.values if find(name) in TIMING})
     return {name: mean([row.values[name] for row in rows if name in row.values]) for name in names}
-
-
-def _memory(rows: Sequence[StepMetrics]) -> dict[str, dict[str, float]]:
-    """The parts of the trainer's memory in GiB on the rank that has most: as predicted, and the largest measured in the
-    update of any step. A part that exists during a pass only is not measured by itself but in `rest`."""
-    found: dict[str, dict[str, float]] = {}
-    columns = {PREDICTED: "predicted", UPDATE: "measured"}
-    for row in rows:
-        for name, value in row.values.items():
-            if find(name) in MEMORY and (column := columns.get(name.split("/")[1])):
-                sizes = found.setdefault(name.split("/")[2], {})
-                sizes[column] = max(sizes.get(column, 0.0), value)
-    return found
 
 
 def _mismatch(rows: Sequence[StepMetrics]) -> dict[str, float]:
@@ -172,11 +159,7 @@ def _markdown(contents: dict[str, Any]) -> str:
     lines += ["", "## Publications", "", *_table(contents["publications"])]
     lines += ["", "## Engine against trainer", "", *_table(contents["mismatch"])]
     lines += ["", "## Seconds per step", "", *_table(contents["seconds_per_step"])]
-    if contents["memory"]:
-        lines += ["", "## Memory of the trainer's fullest rank in an update, GiB", ""]
-        lines += ["| | predicted | measured |", "|---|---|---|"]
-    for part, sizes in contents["memory"].items():
-        lines += [f"| {part} | {_figure(sizes.get('predicted'))} | {_figure(sizes.get('measured'))} |"]
+    lines += memory_lines(contents["memory"])
     lines += ["", "## Checkpoint", "", f"`{contents['checkpoint']}`" if contents["checkpoint"] else "none", ""]
     return "\n".join(lines)
 

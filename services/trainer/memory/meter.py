@@ -10,7 +10,7 @@ import torch
 
 from millrace.errors import InvalidJob, InvalidState, OutOfMemory
 from millrace.megatron.architectures.shape import ModelShape
-from millrace.memory.ledger import KEPT, Ledger, Part, Phase, peak
+from millrace.memory.ledger import KEPT, Ledger, Part, Phase, Prediction
 from millrace.memory.prediction import predict
 from millrace.memory.shape import decoder_shape
 from millrace.memory.text import GIB
@@ -108,20 +108,20 @@ class MemoryMeter:
                 values[f"memory/{phase}/offloaded"] = found.offloaded / GIB
                 values[f"memory/{phase}/rest"] = rest / GIB
                 values[f"memory/{phase}/peak"] = found.peak / GIB
-        if (predicted := self.predicted(self.token_budget)) is not None:
-            values |= {f"memory/predicted/{part}": size / GIB for part, size in predicted.largest_first()}
-            values["memory/predicted/peak"] = predicted.total / GIB
+        for phase, ledger in self._predicted().items():
+            if phase in self._phases:
+                values |= _predicted_metrics(f"memory/{phase}/predicted", ledger, on_gpu=self._on_gpu)
         return values
 
-    def predicted(self, tokens: int) -> Ledger | None:
-        """The peak of the fullest rank with micro-batches of so many tokens; None for a model whose config does not
-        tell its sizes."""
+    def _predicted(self) -> Prediction:
+        """What was predicted for micro-batches of the step's token budget; empty for a model whose config does not tell
+        its sizes."""
         if self.shape is None:
-            return None
+            return {}
         try:
-            return peak(predict(self.spec, self.shape, self.ranks, tokens))
+            return predict(self.spec, self.shape, self.ranks, self.token_budget)
         except (InvalidJob, InvalidState):
-            return None
+            return {}
 
     def _parts(self) -> list[Part]:
         """The parts that the job has, on any rank."""
@@ -142,6 +142,16 @@ class MemoryMeter:
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self.backend.device))
         torch.cuda.reset_peak_memory_stats(self.backend.device)
         return float(reached)
+
+
+def _predicted_metrics(prefix: str, ledger: Ledger, *, on_gpu: bool) -> dict[str, float]:
+    """The metrics of one phase, GiB."""
+    found = {f"{prefix}/{part}": size / GIB for part, size in ledger.largest_first()}
+    rest = sum(size for part, size in ledger.device.items() if part not in KEPT)
+    found |= {f"{prefix}/rest": rest / GIB, f"{prefix}/peak": ledger.total / GIB}
+    if on_gpu:
+        found[f"{prefix}/offloaded"] = sum(ledger.host.get(part, 0.0) for part in KEPT) / GIB
+    return found
 
 
 def _shape(spec: JobSpec) -> ModelShape | None:

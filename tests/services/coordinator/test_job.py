@@ -40,7 +40,8 @@ async def test_a_job_runs_to_its_report(cluster: Cluster, spec: dict[str, Any]) 
     assert report["ledger"]["trained"] == 24 and report["publications"]["count"] >= 7
     written = (Path(spec["output"]) / "report.md").read_text().splitlines()
     assert "## Ledger" in written
-    assert "| weights | 5.25 | 5.06 |" in written and "| rest | – | 1.5 |" in written
+    assert "| weights | 5.5 → – | 5.25 → 5.06 |" in written and "| rest | – | – → 1.5 |" in written
+    assert "| logits | – | 1 → – |" in written
 
 
 @scenario

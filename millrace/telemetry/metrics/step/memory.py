@@ -1,12 +1,16 @@
-"""What the memory of the trainer's ranks holds, phase by phase: each value is that of the rank that has most. The parts
-are the tensors that a rank keeps, measured by their storages; `millrace validate --memory` predicts the same parts."""
+"""What the memory of the trainer's ranks holds, phase by phase, measured and predicted: each value is that of the rank
+that has most. The parts are the tensors that a rank keeps, measured by their storages. What exists during a pass only
+(`gathered`, `activations`, `logits`, `staging`) is predicted part by part, and measured together as `rest`. The
+prediction is that of `millrace validate --memory`, for micro-batches as large as the token budget, at the moment of a
+phase that needs most."""
 
 from millrace.telemetry.metrics.declaration import Owner, StepMetric, Unit
 
 TRAINER, GIBIBYTES = Owner.TRAINER, Unit.GIBIBYTES
 
-UPDATE, PREDICTED = "update", "predicted"
-"""The middle of the keys `memory/…/…` of the measured and of the predicted parts of an update."""
+REST, OFFLOADED, PEAK = "rest", "offloaded", "peak"
+PREDICTED = "predicted"
+"""In the middle of the keys of what was predicted for a phase."""
 
 MEMORY = (
     StepMetric(
@@ -29,10 +33,22 @@ MEMORY = (
     ),
     StepMetric("memory/{phase}/peak", GIBIBYTES, TRAINER, "The allocator's peak in the phase. On GPUs only."),
     StepMetric(
-        "memory/predicted/{predicted}",
+        "memory/{phase}/predicted/{predicted}",
         GIBIBYTES,
         TRAINER,
-        "The part of the predicted peak, for micro-batches as large as the token budget.",
+        "What was predicted for that part at the phase's peak. Absent where it is nothing.",
     ),
-    StepMetric("memory/predicted/peak", GIBIBYTES, TRAINER, "The predicted peak: the sum of those parts."),
+    StepMetric(
+        "memory/{phase}/predicted/offloaded",
+        GIBIBYTES,
+        TRAINER,
+        "What was predicted of the kept parts in host memory, for a trainer on GPUs.",
+    ),
+    StepMetric(
+        "memory/{phase}/predicted/rest",
+        GIBIBYTES,
+        TRAINER,
+        "What was predicted of the peak without the kept parts.",
+    ),
+    StepMetric("memory/{phase}/predicted/peak", GIBIBYTES, TRAINER, "The predicted peak of the phase."),
 )

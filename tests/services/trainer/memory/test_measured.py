@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.memory.ledger import Ledger, Part, Phase
+from millrace.memory.ledger import KEPT, Ledger, Part, Phase
 from millrace.memory.prediction import predict
 from millrace.memory.shape import decoder_shape
 from services.trainer.backends import build
@@ -40,12 +40,19 @@ def test_a_step_measures_what_is_predicted(
     _, step = local_step(spec, one_rank, control, served)
     step(1, random_groups(4, 4))
     metrics = step(2, random_groups(4, 4, seed=2))
-    predicted = predict(spec, decoder_shape(untied_model), 1)[Phase.UPDATE].device
+    every = predict(spec, decoder_shape(untied_model), 1)
+    predicted = every[Phase.UPDATE].device
     parts = {Part.WEIGHTS, Part.ADAPTER} if adapted else {Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.REFERENCE}
     for part in parts:
         assert metrics[f"memory/update/{part}"] * (1 << 30) == pytest.approx(predicted[part], rel=0.02), part
-        assert metrics[f"memory/predicted/{part}"] * (1 << 30) == pytest.approx(predicted[part])
-    loaded = {name.removeprefix("memory/load/") for name in metrics if name.startswith("memory/load/")}
+        assert metrics[f"memory/update/predicted/{part}"] * (1 << 30) == pytest.approx(predicted[part])
+    for phase in (Phase.LOAD, Phase.SCORING, Phase.UPDATE):
+        assert metrics[f"memory/{phase}/predicted/peak"] * (1 << 30) == pytest.approx(every[phase].total), phase
+        rest = sum(size for part, size in every[phase].device.items() if part not in KEPT)
+        assert metrics[f"memory/{phase}/predicted/rest"] * (1 << 30) == pytest.approx(rest), phase
+    assert not any(name.startswith("memory/publication/") for name in metrics)  # there was none
+    loaded = {name for name in metrics if name.startswith("memory/load/") and "/predicted/" not in name}
+    loaded = {name.removeprefix("memory/load/") for name in loaded}
     assert loaded == ({"weights", "adapter"} if adapted else {"weights", "gradients", "optimizer", "reference"})
 
 
