@@ -9,7 +9,7 @@ from typing import TypeVar
 import structlog
 from torch.distributed import TCPStore
 
-from millrace.errors import PublicationFailed
+from millrace.errors import OutOfMemory, PublicationFailed
 from millrace.weights.transfer.channels.channel import Channel
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, interruptible, join
 from millrace.weights.transfer.failure_signal import FailureSignal, connect
@@ -50,7 +50,8 @@ class PublicationSession:
         """Joins the communicator, unless this rank is in it already, and does `work` on its channel. A failure here
         fails all ranks.
 
-        `deadline` is a time of time.monotonic(). Raises PublicationFailed.
+        `deadline` is a time of time.monotonic(). Raises PublicationFailed, and OutOfMemory where `work` does before
+        anything else has failed.
         """
         watchdog = threading.Timer(max(0.0, deadline - time.monotonic()), self.fail, ["its deadline has passed"])
         watchdog.daemon = True
@@ -77,10 +78,10 @@ class PublicationSession:
                 self._failure_signal.stop()
                 self._failure_signal = None
 
-    def _failure_of(self, error: Exception, rank: int, publication: str) -> PublicationFailed:
+    def _failure_of(self, error: Exception, rank: int, publication: str) -> PublicationFailed | OutOfMemory:
         """Ends the session for `error`, and tells the other ranks unless they know; what `run` raises."""
-        failed = error if isinstance(error, PublicationFailed) else None
-        if not isinstance(error, PublicationFailed | RuntimeError | ValueError):
+        failed = error if isinstance(error, PublicationFailed | OutOfMemory) else None
+        if not isinstance(error, PublicationFailed | OutOfMemory | RuntimeError | ValueError):
             log.error("a transfer ended with an error that nobody expects", exc_info=error)
         reason = f"rank {rank}: {failed.what if failed else _told(error)}"
         first = self._failure

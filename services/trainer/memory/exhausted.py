@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from millrace.errors import InvalidJob, InvalidState, OutOfMemory
+from millrace.errors import InvalidJob, InvalidState, OutOfMemory, PublicationFailed
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.memory.ledger import peak
 from millrace.memory.prediction import predict
@@ -18,6 +18,7 @@ from millrace.spec import JobSpec
 from services.trainer.memory.garbage import free_unreachable
 from services.trainer.memory.measured import measured
 from services.trainer.protocol.backend import Backend, models
+from services.trainer.ranks import collectives
 
 if TYPE_CHECKING:
     from services.trainer.memory.meter import MemoryMeter
@@ -60,16 +61,46 @@ def told_at(work: str, spec: JobSpec, rank: int, ranks: int) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         failed = True
-    if not failed:
-        return
+    if failed:
+        raise OutOfMemory(*_said(f"rank {rank} ran out of memory", work, spec, ranks))
+
+
+@contextmanager
+def as_error() -> Iterator[None]:
+    """Raises OutOfMemory in place of torch's error, for `fail_together`: it says which rank, and `told_by_all` the
+    rest. The tensors of what failed are freed before."""
+    failed = False
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        failed = True
+    if failed:
+        raise OutOfMemory(f"rank {collectives.rank()} ran out of memory")
+
+
+@contextmanager
+def told_by_all(work: str, spec: JobSpec, device: torch.device, ranks: int) -> Iterator[None]:
+    """Raises PublicationFailed, with the predicted parts, in place of an OutOfMemory that every rank raises: no rank
+    waits for another, so the trainer goes on."""
+    who = ""
+    try:
+        yield
+    except OutOfMemory as error:
+        who = error.what
+    if who:
+        free_unreachable(device)
+        raise PublicationFailed(*_said(who, work, spec, ranks))
+
+
+def _said(who: str, work: str, spec: JobSpec, ranks: int) -> tuple[str, str]:
+    """What is said where there is no memory left outside of a step, and the fix."""
     shape, predicted = None, ""
     try:
         shape = decoder_shape(Path(spec.model.path))
         predicted = f" Predicted for the job: {by_part(peak(predict(spec, shape, ranks)))}."
     except (InvalidJob, InvalidState):
         pass  # the config does not tell the model's sizes
-    what = f"rank {rank} ran out of memory in {work}.{predicted}"
-    raise OutOfMemory(what, _fix(spec, shape, ranks, spec.trainer.token_budget))
+    return f"{who} in {work}.{predicted}", _fix(spec, shape, ranks, spec.trainer.token_budget)
 
 
 def _fix(spec: JobSpec, shape: ModelShape | None, ranks: int, tokens: int) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from millrace.errors import PublicationFailed
 from millrace.weights.phases import PublicationId
@@ -21,6 +22,7 @@ from millrace.weights.transfer.delta.snapshot import Snapshot
 from millrace.weights.transfer.pipeline import TransferTimes
 from millrace.wire.v1 import weights_pb2
 from millrace.wire.v1.trainer_pb2 import PrepareSendRequest, PrepareSendResponse, TransferSendRequest
+from services.trainer.memory import exhausted
 from services.trainer.protocol.backend import Backend
 from services.trainer.publication.sharded import Prepared, ShardedTransfer
 from services.trainer.ranks import collectives
@@ -44,7 +46,7 @@ class DeltaTransfer(ShardedTransfer):
     def prepare(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
         """See `ShardedTransfer.prepare`. Raises PublicationFailed where there is no host memory for the snapshot."""
         answer = super().prepare(request, backend)
-        with collectives.fail_together():
+        with collectives.fail_together(), exhausted.as_error():
             self._make_snapshot()
         own = self._kept if self._rank > 0 or self._kept == self._committed else None
         ref = weights_pb2.PublicationRef() if own is None else own.to_proto()
@@ -64,6 +66,8 @@ class DeltaTransfer(ShardedTransfer):
         size = sum(pipeline.packed.values())
         try:
             self._snapshot = Snapshot(plan.hash, pipeline.packed, pipeline.device)
+        except torch.OutOfMemoryError:  # of the device; `as_error` says that
+            raise
         except RuntimeError as error:  # torch's out of memory
             what = f"rank {self._rank} of the trainer has no {size / 1e9:.1f} GB of host memory to keep what it sends."
             raise PublicationFailed(what, 'set publication.path to "sharded".') from error

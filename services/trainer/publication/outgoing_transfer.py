@@ -28,7 +28,8 @@ class OutgoingTransfer(Protocol):
 
     def transfer(self, request: TransferSendRequest, backend: Backend) -> TransferSendResponse:
         """Sends what is prepared; returns when the last byte is sent. Raises PublicationFailed where a receiver is
-        lost or the deadline passes; all ranks are ready for the next publication then."""
+        lost or the deadline passes; all ranks are ready for the next publication then. Raises OutOfMemory where ranks
+        tell each other of that."""
 
     def abort(self, reason: str) -> None:
         """Makes a transfer in progress fail."""

@@ -29,15 +29,17 @@ from millrace.wire.v1.trainer_pb2 import (
     TransferSendRequest,
     TransferSendResponse,
 )
+from services.trainer.memory import exhausted
 from services.trainer.protocol.backend import Backend, published
 from services.trainer.ranks import collectives
 
 
 def describe(request: DescribeSendRequest, backend: Backend) -> DescribeSendResponse:
     """What is published, and which boxes of it each rank holds; no layouts where a rank cannot describe its memory in
-    boxes. A collective."""
+    boxes. A collective. Raises OutOfMemory on every rank where one has no memory for what it computes for that."""
     source = published(backend, Content.of(request.content))
-    memory = source.shards(request.dtype)
+    with collectives.fail_together(), exhausted.as_error():
+        memory = source.shards(request.dtype)
     own = b"" if memory is None else wire_layouts.encode([memory.layout.boxes], [host_name()]).SerializeToString()
     of_ranks = collectives.gather_bytes(own)
     layouts = weights_pb2.Layouts()
@@ -84,10 +86,11 @@ class ShardedTransfer:
 
     def prepare(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
         """See `OutgoingTransfer`. Raises InvalidState where a rank cannot describe its memory in boxes,
-        PublicationFailed where it holds other boxes than the publication was planned for."""
+        PublicationFailed where it holds other boxes than the publication was planned for, OutOfMemory on every rank
+        where one has no memory for its buffers."""
         began = time.monotonic()
         self._prepared = None
-        with collectives.fail_together():
+        with collectives.fail_together(), exhausted.as_error():
             memory = published(backend, Content.of(request.content)).shards(request.dtype)
             if memory is None:
                 raise InvalidState("this model's shards are not boxes of its tensors.", "gather and broadcast it.")
@@ -126,17 +129,17 @@ class ShardedTransfer:
         return self._pipeline[2]
 
     def transfer(self, request: TransferSendRequest, backend: Backend) -> TransferSendResponse:
-        """See `OutgoingTransfer`."""
+        """See `OutgoingTransfer`. Raises OutOfMemory on every rank where one has no memory left."""
         prepared = self._prepared
         assert prepared is not None, "the sender compares `publication` first"
         began = time.monotonic()
+
+        def send(channel: Channel) -> tuple[Mapping[int, int], TransferTimes]:
+            with exhausted.as_error():
+                return self._send(prepared, channel, request)
+
         with collectives.fail_together():
-            own, times = self._session.run(
-                prepared.rendezvous,
-                prepared.publication.key,
-                prepared.deadline,
-                lambda channel: self._send(prepared, channel, request),
-            )
+            own, times = self._session.run(prepared.rendezvous, prepared.publication.key, prepared.deadline, send)
         checksums = np.zeros(len(prepared.plan.sizes), np.uint64)
         for data in collectives.gather_bytes(np.array([*own.items()], np.uint64).tobytes()):
             content, value = np.frombuffer(data, np.uint64).reshape(-1, 2).T

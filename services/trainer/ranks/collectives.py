@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from millrace.errors import MillraceError
+from millrace.errors import MillraceError, OutOfMemory
 from services.trainer.ranks.answers import decode_error, encode_error
 
 
@@ -21,18 +21,25 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """Number of this rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 @contextmanager
 def fail_together() -> Iterator[None]:
     """Raises on every rank the MillraceError that one rank raises inside, so that no rank continues and waits for the
-    others for ever. The code inside calls no collective after a point that may fail."""
+    others for ever. The code inside calls no collective after a point that may fail. Where several ranks fail it is the
+    error of the first, or of the first that has no memory left: what failed elsewhere may follow from that."""
     failure: MillraceError | None = None
     try:
         yield
     except MillraceError as error:
         failure = error
-    for data in gather_bytes(encode_error(failure) if failure is not None else b""):
-        if data:
-            raise decode_error(data) from failure
+    answers = gather_bytes(encode_error(failure) if failure is not None else b"")
+    errors = [decode_error(data) for data in answers if data]
+    if errors:
+        raise next((error for error in errors if isinstance(error, OutOfMemory)), errors[0]) from failure
 
 
 def gather_bytes(data: bytes) -> list[bytes]:

@@ -1,6 +1,8 @@
 """What each rank does for a command, on its main thread."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import structlog
@@ -122,15 +124,15 @@ class Worker:
         raise OutOfMemory(what, fix)
 
     def describe(self, request: pb.DescribeSendRequest) -> pb.DescribeSendResponse:
-        return self._sender.describe(request, self._loaded().backend)
+        with self._publishing("describing what is published") as job:
+            return self._sender.describe(request, job.backend)
 
     def prepare(self, request: pb.PrepareSendRequest) -> pb.PrepareSendResponse:
-        job = self._loaded()
-        return self._sender.prepare(request, job.backend, job.version)
+        with self._publishing("preparing a publication") as job:
+            return self._sender.prepare(request, job.backend, job.version)
 
     def transfer(self, request: pb.TransferSendRequest) -> pb.TransferSendResponse:
-        job = self._loaded()
-        with exhausted.told_at("a publication", job.spec, self._world.rank, self._world.size):
+        with self._publishing("a publication") as job:
             sent = self._sender.transfer(request, job.backend, job.version)
         job.meter.measure(Phase.PUBLICATION)
         return sent
@@ -182,6 +184,17 @@ class Worker:
         loaded = checkpoint.load(path, job.backend)
         saved, configured = loaded.kl_coefficient, job.spec.algorithm.kl_coefficient
         job.version, job.coefficient.value = loaded.version, configured if saved is None else saved
+
+    @contextmanager
+    def _publishing(self, work: str) -> Iterator[LoadedJob]:
+        """Raises PublicationFailed where every rank knows that one of them has no memory left, and OutOfMemory on that
+        rank alone where the others may wait for it."""
+        job, ranks = self._loaded(), self._world.size
+        with (
+            exhausted.told_at(work, job.spec, self._world.rank, ranks),
+            exhausted.told_by_all(work, job.spec, self._world.device, ranks),
+        ):
+            yield job
 
     def _loaded(self) -> LoadedJob:
         if self._job is None:
