@@ -7,9 +7,9 @@ from typing import Self
 from millrace.backends.fsdp2 import Fsdp2Options, parse
 from millrace.fsdp2.sequence_parallel import check
 from millrace.megatron.architectures.shape import ModelShape
+from millrace.memory.adapters import adapter_parameters
 from millrace.memory.head import head_bytes, scoring_bytes
 from millrace.memory.layers import (
-    adapter_parameters,
     kept_elements,
     layer_parameters,
     parameters,

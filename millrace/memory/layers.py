@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from millrace.megatron.architectures.shape import ModelShape
-from millrace.spec.lora import Lora, folder_names
 
 Matrix = tuple[int, int]
 """Inputs and outputs of a linear layer."""
@@ -81,25 +80,6 @@ def vocabulary_parameters(shape: ModelShape) -> int:
 def parameters(shape: ModelShape) -> float:
     """Number of parameters of the whole model."""
     return vocabulary_parameters(shape) + sum(layer_parameters(shape, layer).total for layer in range(shape.layers))
-
-
-def adapter_parameters(shape: ModelShape, lora: Lora) -> float:
-    """Number of parameters of the adapters of all layers: rank · (inputs + outputs) of each adapted matrix, with DoRA
-    one more for each output."""
-    total = 0
-    for layer in range(shape.layers):
-        for name, (inputs, outputs) in linear_layers(shape, layer).items():
-            if _adapted(name, lora):
-                total += lora.rank * (inputs + outputs) + (outputs if lora.dora else 0)
-    return total
-
-
-def _adapted(name: str, lora: Lora) -> bool:
-    if any(excluded.endswith(name) for excluded in folder_names(lora.exclude_modules)):
-        return False
-    if isinstance(lora.target_modules, str):
-        return True
-    return any(target.endswith(name) for target in folder_names(lora.target_modules))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from millrace.backends.megatron import MegatronOptions, Recompute, parse
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.rules import check
 from millrace.megatron.topology import Topology
+from millrace.memory.adapters import adapter_layers
 from millrace.memory.head import head_bytes, scoring_bytes
-from millrace.memory.layers import KeptElements, adapter_parameters, kept_elements, layer_parameters
+from millrace.memory.layers import KeptElements, kept_elements, layer_parameters
 from millrace.memory.ledger import Ledger, Part, Phase, Prediction, fullest
 from millrace.memory.roles import role_tokens
 from millrace.memory.staging import sender_bytes, snapshot_bytes
@@ -85,8 +86,9 @@ class StageMemory:
         o, lora = self.options, self.spec.model.lora
         dense, experts = self.counts(self.shape)
         if lora is not None:
-            dense = adapter_parameters(self.shape, lora) * len(self.layers) / self.shape.layers / o.tensor_parallel
-            experts = 0.0
+            adapted = adapter_layers(self.shape, lora, ranks=o.tensor_parallel, expert_ranks=o.expert_tensor_size)
+            dense = sum(adapted[layer].dense for layer in self.layers)
+            experts = sum(adapted[layer].experts for layer in self.layers) / o.expert_parallel
         copies = self.topology.data_parallel * o.context_parallel
         shares = (copies, self.topology.expert_data_parallel) if o.distributed_optimizer else (1, 1)
         return dense + experts, dense / shares[0] + experts / shares[1]

@@ -1,7 +1,8 @@
 """Memory that a publication takes in addition to the weights."""
 
 from millrace.megatron.architectures.shape import ModelShape
-from millrace.memory.layers import adapter_parameters, linear_layers, parameters
+from millrace.memory.adapters import adapter_parameters
+from millrace.memory.layers import linear_layers, parameters
 from millrace.spec import JobSpec
 from millrace.weights.plans.sharded import MESSAGE_BYTES
 

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from millrace.megatron.architectures.shape import ModelShape
-from millrace.memory.layers import adapter_parameters, linear_layers
+from millrace.memory.adapters import adapter_parameters
+from millrace.memory.layers import linear_layers
 from millrace.memory.ledger import Part
 from millrace.memory.staging import element_bytes, published_bytes
 from millrace.planner import constants

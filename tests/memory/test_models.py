@@ -2,7 +2,8 @@
 
 import pytest
 
-from millrace.memory.layers import adapter_parameters, parameters
+from millrace.memory.adapters import adapter_parameters
+from millrace.memory.layers import parameters
 from millrace.memory.ledger import Part, Phase
 from millrace.memory.prediction import predict
 from millrace.spec.lora import Lora

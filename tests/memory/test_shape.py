@@ -8,7 +8,8 @@ import pytest
 from benchmarks.shapes import config_of
 from millrace.bench.shapes import shape_of
 from millrace.errors import InvalidJob
-from millrace.memory.layers import adapter_parameters, parameters
+from millrace.memory.adapters import adapter_parameters
+from millrace.memory.layers import parameters
 from millrace.memory.shape import decoder_shape
 from millrace.spec.lora import Lora
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.flops import sequence_cost
+from millrace.memory.adapters import adapter_parameters
 from millrace.memory.layers import (
-    adapter_parameters,
     kept_elements,
     layer_parameters,
     parameters,

@@ -1,0 +1,110 @@
+"""Parameters of the adapters of a decoder's layers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from millrace.megatron.adapters import EXPERTS, WEIGHT
+from millrace.megatron.architectures.shape import ModelShape
+from millrace.memory.layers import LayerParameters, Matrix, linear_layers
+from millrace.spec.lora import Lora, folder_names
+
+FEED_FORWARD = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+"""Linear layers of a feed-forward network, and the fields of `ModelShape.names` with their names in a model folder."""
+BY_COLUMNS = ("o_proj", "down_proj")
+"""Layers that tensor-parallel ranks split by columns: a rank has its columns of A and all of B."""
+WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
+"""Layers that every tensor-parallel rank has whole. Of all others it has all of A and its rows of B."""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Names, or ends of names after a dot, of the layers that have an adapter and of those that have none."""
+
+    targets: frozenset[str] | None
+    """None: every linear layer but those of routed experts."""
+    excluded: frozenset[str] = frozenset()
+
+    @property
+    def has_experts(self) -> bool:
+        return any(EXPERTS in name.split(".") for name in self.targets or ())
+
+    def has(self, layer: str, *, of_expert: bool = False) -> bool:
+        """Whether the layer of this whole name is among them."""
+        ends = {layer.split(".", parts)[-1] for parts in range(layer.count(".") + 1)}
+        ends |= {EXPERTS} if of_expert else set()
+        return (self.targets is None or not ends.isdisjoint(self.targets)) and ends.isdisjoint(self.excluded)
+
+
+@dataclass(frozen=True)
+class _Adapted:
+    """Matrices of one size in one decoder layer that have an adapter."""
+
+    name: str
+    matrix: Matrix
+    count: int
+    of_expert: bool
+
+    def parameters(self, lora: Lora, ranks: int) -> float:
+        """On one of the tensor-parallel ranks that split it."""
+        inputs: float = self.matrix[0]
+        outputs: float = self.matrix[1]
+        if self.name in BY_COLUMNS:
+            inputs /= ranks
+        elif self.name not in WHOLE:
+            outputs /= ranks
+        return self.count * (lora.rank * (inputs + outputs) + (outputs if lora.dora else 0))
+
+
+def adapter_parameters(shape: ModelShape, lora: Lora) -> float:
+    """Number of parameters of the adapters of all layers."""
+    return sum(layer.total for layer in adapter_layers(shape, lora))
+
+
+def adapter_layers(shape: ModelShape, lora: Lora, *, ranks: int = 1, expert_ranks: int = 1) -> list[LayerParameters]:
+    """Number of parameters of the adapters of each layer: rank · (inputs + outputs) of each adapted matrix, with DoRA
+    one more for each output. With `ranks` and `expert_ranks`, on one of the tensor-parallel ranks that split a layer,
+    and a layer of an expert; experts that others hold are counted."""
+    return [
+        LayerParameters(
+            sum(each.parameters(lora, ranks) for each in adapted if not each.of_expert),
+            sum(each.parameters(lora, expert_ranks) for each in adapted if each.of_expert),
+        )
+        for adapted in _adapted_layers(shape, _asked(lora))
+    ]
+
+
+def _asked(lora: Lora) -> _Choice:
+    asked, excluded = lora.target_modules, frozenset(folder_names(lora.exclude_modules))
+    return _Choice(None if isinstance(asked, str) else frozenset(folder_names(asked)), excluded)
+
+
+@lru_cache(maxsize=32)
+def _adapted_layers(shape: ModelShape, choice: _Choice) -> tuple[tuple[_Adapted, ...], ...]:
+    return tuple(
+        (*_adapted(shape, layer, choice), *(_adapted_experts(shape, layer, choice) if choice.has_experts else ()))
+        for layer in range(shape.layers)
+    )
+
+
+def _adapted(shape: ModelShape, layer: int, choice: _Choice) -> Iterator[_Adapted]:
+    """Those of one layer without its routed experts."""
+    prefix, names = shape.names.layer.format(layer=layer), shape.names
+    shared = "shared_" if shape.experts is not None and shape.has_experts(layer) else ""
+    for name, matrix in linear_layers(shape, layer).items():
+        whole = f"self_attn.{name}"
+        if name in FEED_FORWARD:
+            whole = getattr(names, shared + FEED_FORWARD[name]).removesuffix(WEIGHT)
+        if choice.has(prefix + whole):
+            yield _Adapted(name, matrix, 1, of_expert=False)
+
+
+def _adapted_experts(shape: ModelShape, layer: int, choice: _Choice) -> Iterator[_Adapted]:
+    if (experts := shape.experts) is None or not shape.has_experts(layer):
+        return
+    prefix = shape.names.layer.format(layer=layer)
+    for name, end in FEED_FORWARD.items():
+        whole = prefix + getattr(shape.names, f"expert_{end}").removesuffix(WEIGHT)
+        count = sum(choice.has(whole.format(expert=expert), of_expert=True) for expert in range(experts.count))
+        matrix = (experts.ffn, shape.hidden) if end == "down" else (shape.hidden, experts.ffn)
+        yield _Adapted(name, matrix, count, of_expert=True)
