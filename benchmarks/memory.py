@@ -118,7 +118,7 @@ def update(backend: Backend, meter: MemoryMeter, batches: Sequence[MicroBatch]) 
     """Seconds of one update, measured by part."""
     began = time.perf_counter()
     with meter.during("update_actor"):
-        backend.forward_backward(batches, loss, temperature=1.0)
+        backend.forward_backward(batches, meter.watched(loss), temperature=1.0)
     with meter.during("update_actor"):
         norm = backend.gradient_norm()
         backend.optimizer_step(lr=1e-6, gradient_scale=min(1.0, 1.0 / (norm + 1e-6)))

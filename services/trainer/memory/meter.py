@@ -1,9 +1,10 @@
 """Measures what a rank's memory holds in each phase of a job, and says what held it where it runs out."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import psutil
 import torch
@@ -18,6 +19,9 @@ from millrace.spec import JobSpec
 from services.trainer.memory import exhausted
 from services.trainer.memory.measured import measured
 from services.trainer.protocol.backend import Backend
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 PASSES = {
     "old_log_prob": Phase.SCORING,
@@ -39,6 +43,8 @@ class PhaseMemory:
     """In host memory, for a device that has memory of its own."""
     peak: float = 0.0
     """Of the device's allocator; 0 on a CPU."""
+    activations: float = 0.0
+    """What a micro-batch's forward pass left for its backward pass; 0 on a CPU."""
 
     def add(self, ledger: Ledger, reached: float) -> None:
         for part, size in ledger.device.items():
@@ -64,6 +70,8 @@ class MemoryMeter:
         self.backend = backend
         self._phases: dict[Phase, PhaseMemory] = {}
         self._allocated = self._reserved = 0.0
+        self._before_pass: float | None = None
+        """What the device held besides the kept parts when a part of the step began; None after its first loss."""
         self._on_gpu = backend.device.type == "cuda"
         self.measure(Phase.LOAD)
 
@@ -85,6 +93,7 @@ class MemoryMeter:
             yield
             return
         self._peak()
+        self._before_pass = self._passing()
         failure: OutOfMemory | None = None
         try:
             yield
@@ -93,6 +102,26 @@ class MemoryMeter:
         if failure is not None:
             raise failure
         self.measure(phase)
+
+    def watched(self, loss: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        """The loss of an update, which also measures activations: it is called when the forward pass of a micro-batch
+        has ended and its backward pass has not begun. Gradients of later micro-batches would be in the way, so the
+        first one of each part of a step is measured."""
+
+        def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+            if self._before_pass is not None:
+                found = self._phases.setdefault(Phase.UPDATE, PhaseMemory())
+                found.activations = max(found.activations, self._passing() - self._before_pass)
+                self._before_pass = None
+            return loss(*arguments, **named)
+
+        return call
+
+    def _passing(self) -> float:
+        """Bytes on the device besides the kept parts; 0 on a CPU."""
+        if not self._on_gpu:
+            return 0.0
+        return torch.cuda.memory_allocated(self.backend.device) - measured(self.backend).total
 
     def metrics(self) -> dict[str, float]:
         """Step metrics in GiB, with the same names on every rank."""
@@ -108,6 +137,8 @@ class MemoryMeter:
                 values[f"memory/{phase}/offloaded"] = found.offloaded / GIB
                 values[f"memory/{phase}/rest"] = rest / GIB
                 values[f"memory/{phase}/peak"] = found.peak / GIB
+                if phase is Phase.UPDATE:
+                    values[f"memory/{phase}/activations"] = found.activations / GIB
         for phase, ledger in self._predicted().items():
             if phase in self._phases:
                 values |= _predicted_metrics(f"memory/{phase}/predicted", ledger, on_gpu=self._on_gpu)

@@ -14,6 +14,7 @@ from millrace.rl.checks import check_finite
 from millrace.rl.metrics.combining import summarised
 from millrace.spec import JobSpec
 from millrace.spec.trainer import Optimizer
+from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend, TrainableModel
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
@@ -76,7 +77,7 @@ def update(
     mask_bt = batch.mask_bt & trained_b[:, None]
     kept_bt = inputs.mask_bt & trained_b[:, None]
     totals = _totals(kept_bt, mask_bt if spec.algorithm.count_rejected_sequences else kept_bt, backend)
-    models = _model_updates(spec, backend, batch, number, inputs, totals, step)
+    models = _model_updates(spec, backend, batch, number, inputs, totals, step, clock.meter)
     try:
         for model_update in models:
             with clock(f"update_{model_update.name}"):
@@ -105,11 +106,12 @@ def _model_updates(
     inputs: LossInputs,
     totals: BatchTotals,
     step: int,
+    meter: MemoryMeter,
 ) -> list[ModelUpdate]:
     """The update of the critic, and, after the critic's warm-up, of the policy."""
     critic, chosen, models = backend.critic, spec.algorithm.critic, []
     if critic is not None and chosen is not None:
-        value_loss = CriticLoss(spec, inputs, totals)
+        value_loss = meter.watched(CriticLoss(spec, inputs, totals))
         own_batches = batch.repacked(spec.trainer.of("critic").token_budget, critic.cost)[number]
         models.append(
             ModelUpdate(
@@ -124,7 +126,7 @@ def _model_updates(
         )
         if step <= chosen.warmup_steps:
             return models
-    loss, temperature = ActorLoss(spec, inputs, totals), spec.rollout.temperature
+    loss, temperature = meter.watched(ActorLoss(spec, inputs, totals)), spec.rollout.temperature
     models.append(
         ModelUpdate(
             "actor",

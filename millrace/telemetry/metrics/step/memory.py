@@ -1,8 +1,8 @@
 """What the memory of the trainer's ranks holds, phase by phase, measured and predicted: each value is that of the rank
 that has most. The parts are the tensors that a rank keeps, measured by their storages. What exists during a pass only
-(`gathered`, `activations`, `logits`, `staging`) is predicted part by part, and measured together as `rest`. The
-prediction is that of `millrace validate --memory`, for micro-batches as large as the token budget, at the moment of a
-phase that needs most."""
+(`gathered`, `activations`, `logits`, `staging`) is predicted part by part, and measured together as `rest`; activations
+of an update are measured by themselves too. The prediction is that of `millrace validate --memory`, for micro-batches
+as large as the token budget, at the moment of a phase that needs most."""
 
 from millrace.telemetry.metrics.declaration import Owner, StepMetric, Unit
 
@@ -30,6 +30,13 @@ MEMORY = (
         GIBIBYTES,
         TRAINER,
         "The peak without those parts: activations, logits, gathered layers, buffers. On GPUs only.",
+    ),
+    StepMetric(
+        "memory/update/activations",
+        GIBIBYTES,
+        TRAINER,
+        "What the forward pass of an update's first micro-batch left for its backward pass: activations, and with FSDP2"
+        " embedding and head, which stay gathered. A part of `rest`, on GPUs only.",
     ),
     StepMetric("memory/{phase}/peak", GIBIBYTES, TRAINER, "The allocator's peak in the phase. On GPUs only."),
     StepMetric(

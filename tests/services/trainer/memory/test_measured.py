@@ -1,6 +1,8 @@
 """What a rank holds by part: measured by its tensors, and as predicted for the same model."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from millrace.memory.ledger import KEPT, Ledger, Part, Phase
 from millrace.memory.prediction import predict
 from millrace.memory.shape import decoder_shape
 from services.trainer.backends import build
+from services.trainer.memory import meter
 from services.trainer.memory.measured import measured, of_tensors
 from services.trainer.ranks.event_loop import ControlThread
 from tests.services.trainer.coordinator import ScriptedCoordinator
@@ -88,3 +91,28 @@ def test_what_a_step_of_ppo_holds_when_the_policy_has_its_gradients_is_what_is_p
     predicted = predict(spec, decoder_shape(untied_model), 1)[Phase.UPDATE].device
     for part in (Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.CRITIC):
         assert held[1].device[part] == pytest.approx(predicted[part], rel=0.02), part
+
+
+def test_activations_are_what_the_first_forward_pass_leaves(
+    monkeypatch: pytest.MonkeyPatch, untied_model: Path
+) -> None:
+    """Without what was there before, and without what the backend's parts took meanwhile; the larger of both models."""
+    gib, allocated, held = 1 << 30, {"bytes": 0.0}, {"bytes": 0.0}
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated["bytes"])
+    for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0.0)
+    monkeypatch.setattr(meter, "measured", lambda backend: Ledger({Part.WEIGHTS: held["bytes"]}))
+    backend: Any = SimpleNamespace(device=torch.device("cuda"))
+    subject = meter.MemoryMeter(job_spec(untied_model), backend, rank=0, ranks=1)
+
+    def forward(weights: float, other: float) -> None:
+        held["bytes"], allocated["bytes"] = weights * gib, (weights + other) * gib
+        assert subject.watched(lambda number, *, sign: sign * number)(3, sign=-1) == -3
+
+    for part, activations in (("update_critic", 2.0), ("update_actor", 5.0), ("update_actor", 4.0)):
+        held["bytes"], allocated["bytes"] = 10 * gib, 11 * gib
+        with subject.during(part):
+            forward(weights=16, other=1 + activations)  # weights came back from host memory
+            forward(weights=20, other=30)  # of a second micro-batch
+    forward(weights=20, other=90)
+    assert subject.metrics()["memory/update/activations"] == 5.0
