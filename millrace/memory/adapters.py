@@ -57,26 +57,42 @@ class _Adapted:
 
 
 def adapter_parameters(shape: ModelShape, lora: Lora) -> float:
-    """Number of parameters of the adapters of all layers."""
-    return sum(layer.total for layer in adapter_layers(shape, lora))
+    """Number of parameters of the adapters of all layers, and of the output head where it has one."""
+    return sum(layer.total for layer in adapter_layers(shape, lora)) + _of_head(shape, lora)
+
+
+def active_adapter_parameters(shape: ModelShape, lora: Lora) -> float:
+    """Those that multiply each token: of routed experts only the ones that a token is sent to count."""
+    layers, experts = adapter_layers(shape, lora), shape.experts
+    share = 0.0 if experts is None else experts.per_token / experts.count
+    return sum(layer.dense + share * layer.experts for layer in layers) + _of_head(shape, lora)
 
 
 def adapter_layers(shape: ModelShape, lora: Lora, *, ranks: int = 1, expert_ranks: int = 1) -> list[LayerParameters]:
     """Number of parameters of the adapters of each layer: rank · (inputs + outputs) of each adapted matrix, with DoRA
     one more for each output. With `ranks` and `expert_ranks`, on one of the tensor-parallel ranks that split a layer,
     and a layer of an expert; experts that others hold are counted."""
+    lora, choice = _asked(lora)
     return [
         LayerParameters(
             sum(each.parameters(lora, ranks) for each in adapted if not each.of_expert),
             sum(each.parameters(lora, expert_ranks) for each in adapted if each.of_expert),
         )
-        for adapted in _adapted_layers(shape, _asked(lora))
+        for adapted in _adapted_layers(shape, choice)
     ]
 
 
-def _asked(lora: Lora) -> _Choice:
+def _of_head(shape: ModelShape, lora: Lora) -> float:
+    """Parameters of the adapter of the output head, which all-linear does not mean."""
+    lora, choice = _asked(lora)
+    if choice.targets is None or shape.tied or not choice.has(shape.names.head.removesuffix(WEIGHT)):
+        return 0.0
+    return _Adapted("head", (shape.hidden, shape.vocabulary), 1, of_expert=False).parameters(lora, 1)
+
+
+def _asked(lora: Lora) -> tuple[Lora, _Choice]:
     asked, excluded = lora.target_modules, frozenset(folder_names(lora.exclude_modules))
-    return _Choice(None if isinstance(asked, str) else frozenset(folder_names(asked)), excluded)
+    return lora, _Choice(None if isinstance(asked, str) else frozenset(folder_names(asked)), excluded)
 
 
 @lru_cache(maxsize=32)

@@ -13,7 +13,7 @@ from millrace.megatron.architectures import read_shape
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import TRANSFORMER_ENGINE, layout
-from millrace.memory.adapters import adapter_layers, adapter_parameters
+from millrace.memory.adapters import active_adapter_parameters, adapter_layers, adapter_parameters
 from millrace.memory.ledger import Part, Phase
 from millrace.memory.prediction import predict
 from millrace.spec.lora import Lora
@@ -62,6 +62,7 @@ def test_adapters_of_all_experts_are_most_of_a_large_models_adapters() -> None:
     spec = job("megatron", {"expert_parallel": 8}, lora=lora.model_dump())
     adapter = predict(spec, shape, 8)[Phase.UPDATE].device[Part.ADAPTER]
     assert adapter == (2 + 4 + 12) * adapter_parameters(shape, lora) / 8  # each rank has an eighth of the experts
+    assert active_adapter_parameters(shape, lora) == adapter_parameters(shape, lora) * 8 / 128
     some = Lora(rank=32, target_modules=["experts.3.up_proj", "layers.0.mlp.experts.7.down_proj"])
     assert adapter_parameters(shape, some) == (48 + 1) * 32 * (2048 + 768)
 
@@ -78,5 +79,7 @@ def test_names_mean_what_they_mean_in_the_trainer() -> None:
     ):
         assert adapter_parameters(shape, Lora(rank=8, exclude_modules=[excluded])) == everything - without, excluded
     assert adapter_parameters(shape, Lora(rank=8, target_modules=["layers.11.self_attn.k_proj"])) == key
+    with_head = Lora(rank=8, target_modules=["lm_head", "layers.11.self_attn.k_proj"])
+    assert adapter_parameters(shape, with_head) == key + 8 * (4096 + shape.vocabulary)
     fused = Lora(rank=8, target_modules=["linear_qkv"], exclude_modules=["q_proj"])
     assert adapter_parameters(shape, fused) == 12 * 2 * key

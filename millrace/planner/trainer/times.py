@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.flops import sequence_cost
-from millrace.memory.adapters import adapter_parameters
+from millrace.memory.adapters import active_adapter_parameters, adapter_parameters
 from millrace.memory.layers import (
     kept_elements,
     layer_parameters,
@@ -226,6 +226,6 @@ def training_times(trainer: Trainer) -> TrainingTimes:
     if passes.critic:
         critic = replace(trainer, shape=trainer.shape.as_critic(), lora=None)
         scoring, update = added([scoring, critic.scoring()]), added([update, critic.update()])
-    adapters = 0 if trainer.lora is None else int(adapter_parameters(trainer.shape, trainer.lora))
+    adapters = 0 if trainer.lora is None else int(active_adapter_parameters(trainer.shape, trainer.lora))
     flops = trainer.work.flops(sequence_cost(trainer.shape, adapters))
     return TrainingTimes(scoring, update, total(policy), flops, trainer.layout.gpus, trainer.gpu.bf16_tflops * 1e12)
