@@ -133,6 +133,14 @@ class StageMemory:
         tokens = role_tokens(self.spec.trainer, "critic", self.tokens)
         return StageMemory(spec, topology, self.shape.as_critic(), self.stage, tokens)
 
+    def reference(self) -> "StageMemory":
+        """The stage as the reference runs it: with its own options, if it is not the policy, and token budget."""
+        tokens = role_tokens(self.spec.trainer, "reference", self.tokens)
+        if self.adapted:
+            return replace(self, tokens=tokens)
+        own = parse(self.spec.trainer.of("reference").backend_options)
+        return replace(self, topology=replace(self.topology, options=own), tokens=tokens)
+
     @property
     def has_reference(self) -> bool:
         """Whether there is a reference beside the policy: with an adapter it is the policy."""
@@ -143,8 +151,8 @@ class StageMemory:
         found = self.kept(policy)
         if self.has_reference:
             weights = {Part.REFERENCE: self.element * sum(self.counts(self.shape))}
-            own = parse(self.spec.trainer.of("reference").backend_options)
-            found += Ledger({}, weights) if own.offload_reference and not reference else Ledger(weights)
+            rests = self.reference().options.offload_reference and not reference
+            found += Ledger({}, weights) if rests else Ledger(weights)
         if (model := self.critic()) is not None:
             found += model.kept(critic).under(Part.CRITIC)
         return found
@@ -228,8 +236,7 @@ class StageMemory:
         """The peaks of the forward passes of all models."""
         yield self.all_models(Use.READ, Use.NONE) + self.forward()
         if self.spec.algorithm.kl is not None:
-            tokens = role_tokens(self.spec.trainer, "reference", self.tokens)
-            yield self.all_models(Use.READ, Use.NONE, reference=True) + replace(self, tokens=tokens).forward()
+            yield self.all_models(Use.READ, Use.NONE, reference=True) + self.reference().forward()
         if (critic := self.critic()) is not None:
             yield self.all_models(self.policy_between, Use.READ) + critic.forward()
 

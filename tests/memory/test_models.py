@@ -60,3 +60,13 @@ def test_moments_of_an_adapter_are_offloaded() -> None:
     )
     moments = 8 * adapter_parameters(shape, Lora(rank=32))
     assert plain.total - offloaded.total == pytest.approx(moments) == offloaded.host[Part.ADAPTER]
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_the_reference_has_its_own_logits(backend: str) -> None:
+    shape, own = cut("qwen3-8b", 12), {"backend_options": {"logprob_chunk_tokens": 8192}}
+    found = [
+        predict(job(backend, algorithm={"kl": {"name": "k1"}}, **chunks), shape, 1)[Phase.SCORING].device[Part.LOGITS]
+        for chunks in ({}, {"reference": own})
+    ]
+    assert found[1] == pytest.approx(8 * found[0])
