@@ -65,15 +65,24 @@ class Environment(StrictModel):
     of a tool, and by any other call the episode fails. A plain call is killed with its process."""
     processes: int = Field(8, ge=1, le=1024)
     """Processes of a class in each replica; sessions of a replica with an OpenEnv server."""
-    episodes_per_process: int = Field(32, ge=1, le=1024)
+    episodes_per_process: int | None = Field(None, ge=1, le=1024, examples=[32])
     """Episodes that run in each process at the same time; of other environments but OpenEnv `processes` times as many
     run at once. A plain call, one that is not `async`, holds up the others of its process, and one that hangs or
-    crashes ends them: they are run again. 1 keeps episodes apart."""
+    crashes ends them: they are run again. 1 keeps episodes apart. null: 32, or 1 where a server of `mcp` has `command`
+    and the scope episode."""
+
+    @property
+    def episodes_of_process(self) -> int:
+        """Episodes that run in each process at the same time."""
+        if self.episodes_per_process is not None:
+            return self.episodes_per_process
+        starts_programs = any(server.command and server.scope == "episode" for server in self.mcp)
+        return 1 if starts_programs else 32
 
     @property
     def episodes_at_once(self) -> int:
         """Episodes that run at the same time in each replica."""
-        return self.processes * self.episodes_per_process
+        return self.processes * self.episodes_of_process
 
     @model_validator(mode="before")
     @classmethod

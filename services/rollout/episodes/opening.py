@@ -17,9 +17,6 @@ def environments_of(environment: Environment, reward: Reward) -> Environments | 
     itself. Raises InvalidJob."""
     if environment.name == VERIFIERS:
         return None
-    starts_programs = any(server.command and server.scope == "episode" for server in environment.mcp)
-    if starts_programs and "episodes_per_process" not in environment.model_fields_set:
-        environment = environment.model_copy(update={"episodes_per_process": 1})
     itself = _itself(environment, reward)
     if not environment.mcp:
         return itself

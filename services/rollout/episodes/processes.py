@@ -122,7 +122,7 @@ class EnvironmentPool(ProcessPool):
         required = reward.isolation == "required"
         limits = (reward.memory_mb, reward.network, required, environment.call_s)
         setup = EnvironmentSetup(name, environment.options, *limits, code)
-        return cls(setup, environment.processes, episodes_per_process=environment.episodes_per_process)
+        return cls(setup, environment.processes, episodes_per_process=environment.episodes_of_process)
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from millrace.spec import JobSpec, parse
+from millrace.spec import JobSpec, parse, received
 from millrace.spec.lora import Lora
 
 ENGINE_OPTIONS = {
@@ -21,7 +21,8 @@ ENGINE_OPTIONS = {
 
 
 def job_spec(model: Path, engine: str = "transformers", **changes: dict[str, Any]) -> JobSpec:
-    """A small job in float32; `changes` are merged into the parts they name."""
+    """A small job in float32, as a replica gets it: from JSON, with every field. `changes` are merged into the parts
+    they name."""
     tree: dict[str, Any] = {
         "name": "test",
         "output": str(model / "output"),
@@ -38,7 +39,7 @@ def job_spec(model: Path, engine: str = "transformers", **changes: dict[str, Any
     }
     for part, fields in changes.items():
         tree[part] = tree.get(part, {}) | fields
-    return parse(tree)
+    return received(parse(tree).model_dump_json())
 
 
 def adapter_job(

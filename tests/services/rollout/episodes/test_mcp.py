@@ -134,9 +134,9 @@ def test_a_class_has_the_tools_of_a_server_over_http_beside_its_own() -> None:
 
 @asynccontextmanager
 async def started(**fields: Any) -> AsyncIterator[Any]:
-    spec = job_spec(Path("/nowhere"))
-    environment = Environment.model_validate({"processes": 2, **fields})
-    opened = environments_of(environment, spec.reward)
+    spec = job_spec(Path("/nowhere"), rollout={"environment": {"processes": 2, **fields}})
+    assert spec.rollout.environment is not None
+    opened = environments_of(spec.rollout.environment, spec.reward)
     assert opened is not None
     await opened.start()
     try:
