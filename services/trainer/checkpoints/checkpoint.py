@@ -25,6 +25,7 @@ from services.trainer.checkpoints.adapter_folder import GatheredAdapter
 from services.trainer.checkpoints.box_files import BoxReader, assign_writers, key, write
 from services.trainer.checkpoints.description import FILE, FORMAT, Description
 from services.trainer.checkpoints.huggingface import write_folder
+from services.trainer.checkpoints.tensor_names import check_names, trained_names
 from services.trainer.protocol.backend import Backend, models
 from services.trainer.protocol.local_tensors import is_saved_here, local_parts
 from services.trainer.ranks import collectives
@@ -163,6 +164,9 @@ def load(path: str, backend: Backend) -> Description:
         if lacking := models(backend).keys() - updates.keys():
             what = f"{path} is a checkpoint without {', '.join(sorted(lacking)).rstrip('.')}, which this job trains."
             raise InvalidState(what, _FIX)
+    trained = trained_names(backend)
+    with collectives.fail_together():
+        check_names(path, trained, stored.names)
     states = {prefix: model.prepare_state(updates[prefix]) for prefix, model in models(backend).items()}
     with collectives.fail_together():
         for prefix, state in states.items():

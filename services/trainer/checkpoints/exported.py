@@ -14,10 +14,8 @@ from services.trainer.checkpoints.box_files import BoxReader
 from services.trainer.checkpoints.description import Description
 from services.trainer.checkpoints.foreign.module_names import empty_module
 from services.trainer.checkpoints.model_files import ModelFiles
+from services.trainer.checkpoints.tensor_names import WEIGHTS
 from services.trainer.protocol.adapter import LORA_A, LORA_B, MAGNITUDE, AdapterSettings, merged, tensor_name
-
-WEIGHTS = "model."
-"""Prefix of the names of weights in a checkpoint."""
 
 
 @dataclass(frozen=True)

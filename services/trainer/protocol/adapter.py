@@ -64,6 +64,11 @@ def merged(weight_oi: Tensor, lora_a_ri: Tensor, lora_b_or: Tensor, scale: float
     return total_oi * factor_o[:, None]
 
 
+def is_adapter(name: str) -> bool:
+    """Whether the tensor of this name is one of an adapter's."""
+    return any(f".{part}." in name for part in (LORA_A, LORA_B, MAGNITUDE))
+
+
 def stored_name(name: str) -> str:
     """Name in a PEFT folder of an adapter's tensor, by its name in the module."""
     if f".{MAGNITUDE}." in name:

@@ -20,6 +20,7 @@ from services.trainer.protocol.adapter import (
     stored_name,
     tensor_name,
 )
+from services.trainer.protocol.adapter import is_adapter as is_adapter
 from services.trainer.protocol.published import Published
 
 BASE = ".base_layer."
@@ -50,11 +51,6 @@ def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor."""
     part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return part
-
-
-def is_adapter(name: str) -> bool:
-    """Whether the parameter of this name belongs to an adapter."""
-    return any(f".{part}." in name for part in (LORA_A, LORA_B, MAGNITUDE))
 
 
 def model_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, LayerAdapter | None]]:

@@ -153,6 +153,32 @@ def test_refuses_what_is_no_checkpoint_of_this_job(one_rank: torch.device, tied_
         checkpoint.load(str(tmp_path / "damaged"), backend)
 
 
+@pytest.mark.parametrize(
+    ("targets", "told"),
+    [
+        (["q_proj"], "the checkpoint alone has one for model.layers.0.self_attn.v_proj and 1 more."),
+        (["q_proj", "v_proj", "o_proj"], "this job alone has one for model.layers.0.self_attn.o_proj and 1 more."),
+    ],
+    ids=["fewer", "more"],
+)
+def test_adapters_of_other_layers_are_refused_before_anything_is_read(
+    targets: list[str], told: str, one_rank: torch.device, tied_model: Path, tmp_path: Path
+) -> None:
+    def adapted(targets: list[str], seed: int) -> Backend:
+        lora = {"rank": 4, "target_modules": targets}
+        return build(job_spec(tied_model, model={"lora": lora}, trainer={"seed": seed}), one_rank)
+
+    save(tmp_path / "saved", adapted(["q_proj", "v_proj"], 0), 1)
+    backend = adapted(targets, 1)
+    before = {name: tensor.full_tensor().clone() for name, tensor in backend.state().items()}
+    with pytest.raises(InvalidState) as found:
+        checkpoint.load(str(tmp_path / "saved"), backend)
+    assert found.value.what.endswith(told) and "target_modules" in found.value.fix
+    after = backend.state()
+    assert after.keys() == before.keys() and backend.updates == 0
+    assert all(torch.equal(after[name].full_tensor(), tensor) for name, tensor in before.items())
+
+
 def test_an_unwritable_place_is_told(one_rank: torch.device, tied_model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidState, match="cannot be written"):
