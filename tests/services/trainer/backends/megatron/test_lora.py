@@ -45,15 +45,15 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     },
     "2": {
         "TP2": ("qwen3", {"tensor_parallel": 2}),
-        "TP2 without sequence parallelism": ("qwen3", {"tensor_parallel": 2, "sequence_parallel": False}),
         "PP2": ("qwen3", {"pipeline_parallel": 2, **FULL}),
+        "MoE EP2": ("qwen3_moe", {"expert_parallel": 2, "distributed_optimizer": False}),
         "experts EP2": ("experts", {"expert_parallel": 2}),
         "MLA TP2": ("deepseek_v3", {"tensor_parallel": 2}),
     },
     "2, the rest": {
         "DP2": ("qwen3", {}),
+        "TP2 without sequence parallelism": ("qwen3", {"tensor_parallel": 2, "sequence_parallel": False}),
         "experts TP2": ("experts", {"tensor_parallel": 2}),
-        "MoE EP2": ("qwen3_moe", {"expert_parallel": 2, "distributed_optimizer": False}),
     },
     "4": {
         "TP4 with two key-value heads": ("qwen3", {"tensor_parallel": 4}),
