@@ -1,7 +1,7 @@
 """Every switch that saves memory, alone and with the others, computes what the plain run computes, on one rank.
 
 Several micro-batches add up to one update. Losses, gradients and updated weights are the plain run's to the last bit:
-the switches move values, and compute the same in the same order. `test_sharding` has the same over copies and shards.
+the switches move values, and compute the same in the same order. `test_divisions` has the same over ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,19 +36,24 @@ def in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_adamw, "PART_BYTES", 20_000)
 
 
-def built(model: Path, device: torch.device, switches: Mapping[str, bool], lora: bool, critic: bool = False) -> Any:
-    options = {name: on for name, on in switches.items() if name != "activation_recompute"}
+def built(
+    model: Path, device: torch.device, switches: Mapping[str, bool], lora: bool, critic: bool = False, **division: int
+) -> Any:
+    """A backend. `division`: the options that divide ranks into groups."""
+    options = {name: on for name, on in switches.items() if name != "activation_recompute"} | division
     trainer = {"activation_recompute": switches.get("activation_recompute", False), "backend_options": options}
     algorithm = {"advantage": "gae", "critic": {}} if critic else {}
     return build(job_spec(model, trainer=trainer, algorithm=algorithm, model=LORA if lora else {}), device)
 
 
-def updated(backend: Any, division: Division, updates: int) -> dict[str, Tensor]:
-    """Losses, gradients and weights of the updates, each of all micro-batches."""
+def micro_batches(division: Division) -> list[MicroBatch]:
     drawn = samples([lengths for batch in division for lengths in batch])
-    rows, batches = iter(range(len(drawn))), []
-    for lengths in division:
-        batches.append(MicroBatch.pack(drawn, [next(rows) for _ in lengths]))
+    rows = iter(range(len(drawn)))
+    return [MicroBatch.pack(drawn, [next(rows) for _ in lengths]) for lengths in division]
+
+
+def updated(backend: Any, batches: Sequence[MicroBatch], updates: int) -> dict[str, Tensor]:
+    """Losses, gradients and weights of the updates, each of all micro-batches."""
     found: dict[str, Tensor] = {}
 
     def loss(batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, Tensor]:
@@ -68,8 +73,9 @@ def updated(backend: Any, division: Division, updates: int) -> dict[str, Tensor]
 
 
 def check(model: Path, device: torch.device, switches: Mapping[str, bool], lora: bool, division: Division) -> None:
-    expected = updated(built(model, device, {}, lora), division, 2)
-    found = updated(built(model, device, switches, lora), division, 2)
+    batches = micro_batches(division)
+    expected = updated(built(model, device, {}, lora), batches, 2)
+    found = updated(built(model, device, switches, lora), batches, 2)
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert torch.equal(found[name], values), name
@@ -79,10 +85,12 @@ def check(model: Path, device: torch.device, switches: Mapping[str, bool], lora:
     ("switches", "lora"),
     [
         (("offload_optimizer",), False),
+        (("offload_parameters",), False),
+        (("activation_recompute",), False),
         (("offload_parameters", "activation_recompute"), True),
         (SWITCHES, False),
     ],
-    ids=["moments alone", "LoRA", "all"],
+    ids=["moments alone", "parameters alone", "recomputed alone", "LoRA", "all"],
 )
 def test_recommended_combinations(
     one_rank: torch.device, untied_model: Path, switches: tuple[str, ...], lora: bool
@@ -117,14 +125,14 @@ def test_a_checkpoint_has_the_moments_wherever_they_are(
 ) -> None:
     """Written with moments on the device and read with moments in host memory, and the other way round."""
     whole = built(tied_model, one_rank, {}, False, critic=True)
-    updated(whole, THREE, 2)
+    updated(whole, micro_batches(THREE), 2)
     save(tmp_path / "device", whole, 2)
     resumed = built(tied_model, one_rank, {"offload_optimizer": True}, False, critic=True)
     assert checkpoint.load(str(tmp_path / "device"), resumed).version == 2
     save(tmp_path / "host", resumed, 2)
     again = built(tied_model, one_rank, {}, False, critic=True)
     checkpoint.load(str(tmp_path / "host"), again)
-    expected = updated(whole, THREE, 1)
+    expected = updated(whole, micro_batches(THREE), 1)
     for backend in (resumed, again):
-        for name, values in updated(backend, THREE, 1).items():
+        for name, values in updated(backend, micro_batches(THREE), 1).items():
             assert torch.equal(values, expected[name]), name
