@@ -12,4 +12,6 @@ from millrace.megatron.architectures.shape import ModelShape
 def shape(config: Mapping[str, Any]) -> ModelShape:
     text = {**config, **(config.get("text_config") or {})}
     text["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
-    return replace(qwen2.shape(text), architecture="qwen2_5_vl")
+    decoder = qwen2.shape(text)
+    names = replace(decoder.names, module="model.language_model.")
+    return replace(decoder, architecture="qwen2_5_vl", names=names)

@@ -30,6 +30,16 @@ class Names:
     shared_gate: str = "mlp.shared_experts.gate_proj.weight"
     shared_up: str = "mlp.shared_experts.up_proj.weight"
     shared_down: str = "mlp.shared_experts.down_proj.weight"
+    module: str = "model."
+    """What stands in the transformers module in place of the `model.` with which names of layers begin."""
+
+    def in_module(self, name: str) -> str:
+        """Name in the transformers module of a layer of the folder, or of a tensor of its adapter."""
+        return name.replace("model.", self.module, 1)
+
+    def in_folder(self, name: str) -> str:
+        """The reverse of `in_module`."""
+        return name.replace(self.module, "model.", 1)
 
 
 @dataclass(frozen=True)

@@ -273,7 +273,8 @@ class MegatronBackend:
         return chunks
 
     def _policy_adapter(self, plan: "AdapterPlan") -> PolicyAdapter:
-        layouts = [in_folder(self._setup.trained_layout(rank)) for rank in range(self._setup.topology.world_size)]
+        ranks = range(self._setup.topology.world_size)
+        layouts = [in_folder(plan, self._setup.trained_layout(rank)) for rank in ranks]
         gathered, own = gather_plan(plan, layouts), layouts[dist.get_rank()]
         current = partial(self._current, partial(_tensors, self._chunks))
         scaled = partial(self._current, ScaledParameters(self._chunks, plan.settings.scale))

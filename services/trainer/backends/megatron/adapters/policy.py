@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from millrace.megatron.adapters import B
+from millrace.megatron.placement import Placement
 from millrace.megatron.placement import Tensor as PlacedTensor
 from millrace.megatron.weights import Layout
 from millrace.weights.plans.manifest import Content
 from services.trainer.backends.megatron.adapters.layer import LayerAdapter
 from services.trainer.backends.megatron.weights.export import GatherPlan
 from services.trainer.backends.megatron.weights.part import PublishedPart
-from services.trainer.protocol.adapter import stored_name
 
 if TYPE_CHECKING:  # importing PEFT takes seconds
     from services.trainer.backends.megatron.adapters.plan import AdapterPlan
@@ -36,24 +36,24 @@ class PolicyAdapter:
             yield info.name, whole
 
 
-def in_folder(layout: Layout) -> Layout:
+def in_folder(plan: "AdapterPlan", layout: Layout) -> Layout:
     """The places of an adapter's parameters under the names that its tensors have in a PEFT folder."""
-    return [
-        {
-            name: replace(placed, pieces=tuple(replace(piece, tensor=_stored(piece.tensor)) for piece in placed.pieces))
-            for name, placed in chunk.items()
-        }
-        for chunk in layout
-    ]
+
+    def stored(placed: Placement) -> Placement:
+        return replace(
+            placed, pieces=tuple(replace(piece, tensor=_stored(plan, piece.tensor)) for piece in placed.pieces)
+        )
+
+    return [{name: stored(placed) for name, placed in chunk.items()} for chunk in layout]
 
 
 def gather_plan(plan: "AdapterPlan", layouts: Sequence[Layout]) -> GatherPlan:
     """Which rank gives which box of the adapter. `layouts` are the places on every rank, as in a PEFT folder."""
-    return GatherPlan.of_layouts([_stored(tensor) for tensor in plan.tensors], layouts)
+    return GatherPlan.of_layouts([_stored(plan, tensor) for tensor in plan.tensors], layouts)
 
 
-def _stored(tensor: PlacedTensor) -> PlacedTensor:
-    return replace(tensor, name=stored_name(tensor.name))
+def _stored(plan: "AdapterPlan", tensor: PlacedTensor) -> PlacedTensor:
+    return replace(tensor, name=plan.stored_name(tensor.name))
 
 
 class ScaledParameters:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2_5_VLForConditionalGeneration
 
 from services.trainer.checkpoints import export
 from tests.services.trainer.backends.megatron.batch import loss_of
@@ -85,6 +85,8 @@ def trained(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
             cases = {
                 label: {**case(kind, {}), "backend": "fsdp2"} for kind, label in EXPECTED.items() if "fsdp2" in label
             } | cases
+            vision, lora = str(models["qwen2_5_vl"]), {"rank": 4, "alpha": 8}
+            cases["vision"] = {"model": vision, "options": {}, "lora": lora, "steps": 1}
             cases["alone"] |= {"save_after": 2, "save": str(folder / "checkpoint")}
         if name == "2":
             alone = run("1")[1]
@@ -224,3 +226,15 @@ def test_its_folder_is_one_of_pefts(trained: Trained, models: dict[str, Path]) -
         with torch.no_grad():
             logprobs = torch.cat([scores(model, row)[0] for row in range(16)]).tolist()
         assert logprobs == pytest.approx(answers[name]["after"], abs=5e-5), name
+
+
+def test_the_folder_of_a_vision_model_has_the_names_of_its_module(trained: Trained, models: dict[str, Path]) -> None:
+    """The model folder has others. The vision tower, which has layers of the same last names, gets no adapter."""
+    answers, folder = trained("1")
+    base = Qwen2_5_VLForConditionalGeneration.from_pretrained(models["qwen2_5_vl"], dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, folder / "vision").eval()
+    assert not any("visual" in name for name, _ in model.named_parameters() if "lora" in name)
+    with torch.no_grad():
+        logprobs = torch.cat([scores(model, row)[0] for row in range(16)]).tolist()
+    assert logprobs == pytest.approx(answers["vision"]["after"], abs=5e-5)
+    assert logprobs != pytest.approx(answers["vision"]["logprobs"], abs=1e-2)
