@@ -7,14 +7,15 @@ its rows of B; where it is split by columns, its columns of A and all of B. Each
 """
 
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from millrace.backends.megatron import MegatronOptions
+from millrace.lora.asked import AskedAdapter
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.placement import Piece, Placement, Tensor
 from millrace.megatron.topology import Topology
-from millrace.megatron.weights import Layers, Layout, layout
+from millrace.megatron.weights import Layers, Layout, layout, tensors
 
 Split = Literal["rows", "columns", "none"]
 
@@ -117,8 +118,26 @@ def linear_layers(shape: ModelShape, layers: Layers, *, experts: bool = False) -
     """Names in the model folder of all layers that can have an adapter: those of the routed experts, or all others."""
     (everything,) = layout(shape, Topology(1, MegatronOptions()), 0, layers)
     found = [p.tensor.name for name, placed in everything.items() if _is_adaptable(name) for p in placed.pieces]
-    found = [name for name in found if (".experts." in name) == experts]
+    found = [name for name in found if is_of_expert(name) == experts]
     return tuple(dict.fromkeys(name.removesuffix(WEIGHT) for name in found))
+
+
+def is_of_expert(layer: str) -> bool:
+    """Whether the layer of this name in the model folder belongs to a routed expert."""
+    return f".{EXPERTS}." in layer
+
+
+def choose_layers(asked: AskedAdapter, shape: ModelShape, layers: Layers) -> frozenset[str]:
+    """The layers of the model folder that get the adapter that a job asks for. Raises InvalidJob."""
+    if (folder := asked.folder) is not None:
+        there = {shape.names.in_folder(layer): sizes for layer, sizes in folder.layers.items()}
+        asked = replace(asked, folder=replace(folder, layers=there))
+    linear, experts = linear_layers(shape, layers), linear_layers(shape, layers, experts=True)
+    stored = [tensor.name for tensor in tensors(shape, Topology(1, MegatronOptions()), layers)]
+    others = [*experts, *(name.removesuffix(WEIGHT) for name in (*stored, shape.names.head))]
+    names = asked.options.target_modules if asked.folder is None else asked.folder.layers
+    of_experts = names != "all-linear" and any(EXPERTS in name.split(".") for name in names)
+    return frozenset(asked.naming(EXPERTS, experts).choose(linear, experts if of_experts else (), others))
 
 
 def adapted_linears(base: Layout, chosen: Set[str]) -> list[list[AdaptedLinear]]:

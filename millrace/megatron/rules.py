@@ -9,10 +9,14 @@ from pathlib import Path
 
 from millrace.backends.megatron import MegatronOptions, parse
 from millrace.errors import InvalidJob, Mistake, refused, wrong_value
-from millrace.megatron.adapters import EXPERTS
+from millrace.lora.asked import AskedAdapter
+from millrace.lora.folder import FIELD
+from millrace.megatron.adapters import choose_layers, is_of_expert
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.architectures.shape import ModelShape
+from millrace.megatron.weights import LOCAL, Layers
 from millrace.spec import JobSpec
+from millrace.spec.lora import Lora
 
 
 def check_submission(spec: JobSpec) -> None:
@@ -20,8 +24,8 @@ def check_submission(spec: JobSpec) -> None:
     options, critic = parse(spec.trainer.backend_options), spec.algorithm.critic
     check(options, shape := read_shape(Path(spec.model.path)), None, cuda=True)
     _check_replay(spec, options, shape)
-    if mistakes := [*_adapters(spec, options)]:
-        raise InvalidJob.of(mistakes)
+    if spec.model.lora is not None:
+        check_adapter(spec.model.lora, options, shape, LOCAL)
     if critic is not None and critic.path is not None:
         check(options, read_shape(Path(critic.path), "algorithm.critic.path"), None, cuda=True)
 
@@ -39,17 +43,28 @@ def _check_replay(spec: JobSpec, options: MegatronOptions, shape: ModelShape) ->
         raise refused("trainer.backend_options.recompute.modules", list(recompute.modules), reason, fix)
 
 
-def _adapters(spec: JobSpec, o: MegatronOptions) -> Iterator[Mistake]:
+def check_adapter(lora: Lora, options: MegatronOptions, shape: ModelShape, layers: Layers) -> frozenset[str]:
+    """The layers that get the job's adapter. Raises InvalidJob with every rule that is broken."""
+    asked = AskedAdapter.of(lora)
+    chosen = choose_layers(asked, shape, layers)
+    if mistakes := [*_adapters(asked, options, of_experts=any(is_of_expert(layer) for layer in chosen))]:
+        raise InvalidJob.of(mistakes)
+    return chosen
+
+
+def _adapters(asked: AskedAdapter, o: MegatronOptions, *, of_experts: bool) -> Iterator[Mistake]:
     """What a job with an adapter cannot have."""
-    if (lora := spec.model.lora) is None:
-        return
-    of_experts = lora.target_modules != "all-linear" and EXPERTS in lora.target_modules
+    lora, path = asked.options, asked.options.adapter_path
     if lora.dora:
-        fix = "leave it out, or set trainer.backend to fsdp2."
-        yield wrong_value("model.lora.dora", True, "the megatron backend trains no magnitudes of weights", fix)
+        reason, fix = "the megatron backend trains no magnitudes of weights", "or set trainer.backend to fsdp2."
+        if path is None:
+            yield wrong_value("model.lora.dora", True, reason, f"leave it out, {fix}")
+        else:
+            yield wrong_value(FIELD, path, f"it is an adapter of DoRA, and {reason}", f"give one without, {fix}")
     if of_experts and not lora.merge:
         reason = "engines have no place for adapters of routed experts"
-        yield wrong_value("model.lora.merge", False, reason, "set it to true, or leave experts out of target_modules.")
+        other = "leave experts out of target_modules" if path is None else "give an adapter without them"
+        yield wrong_value("model.lora.merge", False, reason, f"set it to true, or {other}.")
     if of_experts and o.expert_tensor_size not in (1, o.tensor_parallel):
         reason = "adapters of experts need experts that are whole or split like other layers"
         yield _broken("expert_tensor_parallel", o.expert_tensor_size, reason, f"set it to 1 or {o.tensor_parallel}")

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
+from millrace.lora.folder import read_adapter_folder
 from millrace.megatron.adapters import EXPERTS, WEIGHT
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.memory.layers import LayerParameters, Matrix, linear_layers
@@ -57,12 +59,14 @@ class _Adapted:
 
 
 def adapter_parameters(shape: ModelShape, lora: Lora) -> float:
-    """Number of parameters of the adapters of all layers, and of the output head where it has one."""
+    """Number of parameters of the adapters of all layers, and of the output head where it has one. Raises InvalidJob as
+    `adapter_layers`."""
     return sum(layer.total for layer in adapter_layers(shape, lora)) + _of_head(shape, lora)
 
 
 def active_adapter_parameters(shape: ModelShape, lora: Lora) -> float:
-    """Those that multiply each token: of routed experts only the ones that a token is sent to count."""
+    """Those that multiply each token: of routed experts only the ones that a token is sent to count. Raises InvalidJob
+    as `adapter_layers`."""
     layers, experts = adapter_layers(shape, lora), shape.experts
     share = 0.0 if experts is None else experts.per_token / experts.count
     return sum(layer.dense + share * layer.experts for layer in layers) + _of_head(shape, lora)
@@ -71,7 +75,8 @@ def active_adapter_parameters(shape: ModelShape, lora: Lora) -> float:
 def adapter_layers(shape: ModelShape, lora: Lora, *, ranks: int = 1, expert_ranks: int = 1) -> list[LayerParameters]:
     """Number of parameters of the adapters of each layer: rank · (inputs + outputs) of each adapted matrix, with DoRA
     one more for each output. With `ranks` and `expert_ranks`, on one of the tensor-parallel ranks that split a layer,
-    and a layer of an expert; experts that others hold are counted."""
+    and a layer of an expert; experts that others hold are counted. An adapter that is trained further has the rank and
+    the layers of its folder, if that is on this machine. Raises InvalidJob for a folder that cannot be used."""
     lora, choice = _asked(lora)
     return [
         LayerParameters(
@@ -91,6 +96,9 @@ def _of_head(shape: ModelShape, lora: Lora) -> float:
 
 
 def _asked(lora: Lora) -> tuple[Lora, _Choice]:
+    if lora.adapter_path is not None and Path(lora.adapter_path).is_dir():
+        folder = read_adapter_folder(lora)
+        return folder.options, _Choice(frozenset(folder.layers))
     asked, excluded = lora.target_modules, frozenset(folder_names(lora.exclude_modules))
     return lora, _Choice(None if isinstance(asked, str) else frozenset(folder_names(asked)), excluded)
 

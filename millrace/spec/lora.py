@@ -43,8 +43,8 @@ class Lora(StrictModel):
     rslora: bool = False
     """Whether the scale is alpha/√rank (arXiv 2312.03732)."""
     adapter_path: str | None = None
-    """Absolute path of a PEFT folder whose adapter is trained further. Its adapter_config.json takes the place of the
-    options above except `dropout`."""
+    """Absolute path of a PEFT folder whose adapter is trained further, the same for every service. Its rank, alpha,
+    layers, dora and rslora take the place of the options above; only `dropout` is the job's."""
     merge: bool = False
     """Whether replicas get whole weights with the adapter merged into them. false: a replica gets the model's own
     weights once, and after each step the adapter alone. true is needed for DoRA, and for layers to which an engine can

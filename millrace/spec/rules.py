@@ -203,6 +203,9 @@ def _lora(spec: JobSpec) -> Iterator[Mistake]:
         able = " or ".join(name for name, backend in BACKENDS.items() if backend.trains_adapters)
         reason = f"the backend {spec.trainer.backend} cannot train adapters"
         yield _broken("model.lora", spec.model.lora.rank, reason, f"set trainer.backend to {able}, or leave it out")
+    if not spec.model.lora.target_modules:
+        fix = 'name some, or write "all-linear"'
+        yield _broken("model.lora.target_modules", [], "no layer would have an adapter", fix)
     if not spec.model.lora.merge:
         yield from _adapter_alone(spec.model.lora, spec.trainer.backend)
 

@@ -2,12 +2,16 @@ import json
 
 import pytest
 
-from millrace.backends.megatron import parse
+from millrace.backends.megatron import MegatronOptions, parse
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import read_shape
-from millrace.megatron.rules import broken_rules, check, check_submission
+from millrace.megatron.rules import broken_rules, check, check_adapter, check_submission
+from millrace.megatron.weights import LOCAL
 from millrace.spec import parse as parse_job
+from millrace.spec import received
 from millrace.spec.checking import submission
+from millrace.spec.lora import Lora
+from tests.lora.folders import write_folder
 from tests.megatron import configs
 
 
@@ -173,3 +177,50 @@ def test_what_a_job_with_an_adapter_cannot_have(tmp_path):
         check_submission(parse_job(tree))
     fields = ["model.lora.dora", "offload_reference", "experts.bias_update_rate"]
     assert [mistake.field.removeprefix("trainer.backend_options.") for mistake in refused.value.mistakes] == fields
+
+
+@pytest.mark.parametrize("through_json", [False, True])
+def test_the_layers_of_a_folder_are_held_against_the_rules(tmp_path, through_json):
+    (tmp_path / "config.json").write_text(json.dumps(configs.QWEN3_30B_A3B))
+    inner = ["model.layers.0.mlp.experts.3.up_proj", "model.layers.0.self_attn.q_proj"]
+    folder = write_folder(tmp_path / "adapter", {inner[0]: (2048, 768), inner[1]: (2048, 4096)})
+    tree = {
+        "name": "test",
+        "output": str(tmp_path / "output"),
+        "model": {"path": str(tmp_path), "lora": {"adapter_path": str(folder)}},
+        "data": {"procedural": "reasoning_gym:spell_backward"},
+        "trainer": {"backend": "megatron", "backend_options": {"expert_parallel": 8, "tensor_parallel": 4}},
+    }
+    tree["trainer"]["backend_options"]["expert_tensor_parallel"] = 2
+
+    def told():
+        spec = parse_job(tree)
+        with pytest.raises(InvalidJob) as refused:
+            check_submission(received(spec.model_dump_json()) if through_json else spec)
+        return [mistake.field.removeprefix("trainer.backend_options.") for mistake in refused.value.mistakes]
+
+    assert told() == ["model.lora.merge", "expert_tensor_parallel"]
+    write_folder(tmp_path / "adapter", {inner[1]: (2048, 4096)}, use_dora=True)
+    tree["model"]["lora"]["merge"] = True
+    assert told() == ["model.lora.adapter_path"]
+    write_folder(tmp_path / "adapter", {"model.layers.0.self_attn.qkv_proj": (2048, 4096)})
+    assert told() == ["model.lora.adapter_path"]
+
+
+@pytest.mark.parametrize(
+    ("lora", "fields"),
+    [
+        ({"target_modules": ["linear_qkv", "experts", "linear_fc3"], "merge": True}, ["model.lora.target_modules"]),
+        ({"exclude_modules": ["experts", "lm_head", "gate", "o_prj"]}, ["model.lora.exclude_modules"]),
+        ({"exclude_modules": ["experts", "lm_head", "gate"]}, []),
+    ],
+)
+def test_names_of_layers_are_told_at_submission(tmp_path, lora, fields):
+    (tmp_path / "config.json").write_text(json.dumps(configs.QWEN3_30B_A3B))
+    shape, lora = read_shape(tmp_path), Lora(**lora)
+    if not fields:
+        assert check_adapter(lora, MegatronOptions(), shape, LOCAL)
+        return
+    with pytest.raises(InvalidJob) as refused:
+        check_adapter(lora, MegatronOptions(), shape, LOCAL)
+    assert [mistake.field for mistake in refused.value.mistakes] == fields

@@ -12,6 +12,7 @@ from millrace.memory.adapters import adapter_parameters
 from millrace.memory.layers import parameters
 from millrace.memory.shape import decoder_shape
 from millrace.spec.lora import Lora
+from tests.lora.folders import write_folder
 
 LLAMA = {
     "model_type": "llama",
@@ -50,3 +51,10 @@ def test_adapters_of_rank_32_have_the_parameters_that_were_measured() -> None:
     assert adapter_parameters(shape_of("qwen3-8b"), Lora(rank=32)) == pytest.approx(87e6, rel=0.01)
     part = Lora(rank=32, target_modules=["q_proj", "v_proj"])
     assert adapter_parameters(shape_of("qwen3-8b"), part) == 36 * 32 * (4096 + 4096 + 4096 + 1024)
+
+
+def test_an_adapter_that_is_trained_further_has_the_rank_and_the_layers_of_its_folder(tmp_path: Path) -> None:
+    layers = {"model.layers.0.self_attn.q_proj": (4096, 4096), "model.layers.1.self_attn.q_proj": (4096, 4096)}
+    lora = Lora(adapter_path=str(write_folder(tmp_path, layers, rank=8)))
+    assert adapter_parameters(shape_of("qwen3-8b"), lora) == 2 * 8 * (4096 + 4096)
+    assert adapter_parameters(shape_of("qwen3-8b"), Lora(adapter_path="/elsewhere")) == pytest.approx(87e6, rel=0.01)

@@ -19,6 +19,8 @@ from millrace.data.model_folder import check_model_folder, check_weights_folder,
 from millrace.descriptors import imported
 from millrace.environments.registry import check as check_environment
 from millrace.errors import InvalidJob, Mistake, Unavailable, refused, wrong_value
+from millrace.lora.asked import with_folder
+from millrace.lora.folder import FIELD as ADAPTER_FIELD
 from millrace.rewards import Term
 from millrace.rewards import check as check_reward
 from millrace.rewards.locate import Target
@@ -33,8 +35,9 @@ from millrace.validation.mistakes import options as checked_options
 
 
 def check(tree: Any) -> JobSpec:
-    """The spec in `tree`, once it is clear that it can run here. Names on the hub are pinned to a commit. Raises
-    InvalidJob with every mistake. Reads files, and downloads those that are named on the hub, but for weights."""
+    """The spec in `tree`, once it is clear that it can run here. Names on the hub are pinned to a commit, and the
+    options of `model.lora` are those of its folder, if it names one. Raises InvalidJob with every mistake. Reads files,
+    and downloads those that are named on the hub, but for weights."""
     spec = parse(tree)
     if too_long := list(_too_long(spec)):
         raise InvalidJob.of(too_long, "the job cannot run:")
@@ -46,7 +49,7 @@ def check(tree: Any) -> JobSpec:
     mistakes = [*_relative(here), *_data(here, spec), *_algorithm(here, spec), *_pools(here, spec), *_rest(here)]
     if mistakes:
         raise InvalidJob.of(mistakes, "the job cannot run:")
-    return spec
+    return with_folder(spec)
 
 
 def _attempt(check: Callable[..., object], *arguments: Any, **named: Any) -> Iterator[Mistake]:
@@ -83,6 +86,8 @@ def _paths(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
     yield "model.path", spec.model.path, ""
     if spec.model.weights is not None:
         yield "model.weights", spec.model.weights, ""
+    if spec.model.lora is not None and spec.model.lora.adapter_path is not None:
+        yield ADAPTER_FIELD, spec.model.lora.adapter_path, ""
     critic = spec.algorithm.critic
     if critic is not None and critic.path is not None:
         yield "algorithm.critic.path", critic.path, ""
@@ -186,7 +191,8 @@ def _pools(spec: JobSpec, named_spec: JobSpec) -> Iterator[Mistake]:
 
 
 def _rest(spec: JobSpec) -> Iterator[Mistake]:
-    yield from _attempt(_backend, spec)
+    unusable = list(_attempt(with_folder, spec))
+    yield from unusable or _attempt(_backend, spec)
     for term in spec.reward.judge_terms:
         yield from mistakes_of_judge(term)
     yield from engine_options.mistakes_of(spec.rollout.engine_options)

@@ -2,18 +2,17 @@
 tensors. The engine needs them when it starts, before anything is published."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from millrace.errors import InvalidJob, PublicationFailed, refused
+from millrace.lora.asked import AskedAdapter
+from millrace.lora.folder import PREFIX
 from millrace.spec import JobSpec
-from millrace.spec.lora import Lora, folder_names, is_router
+from millrace.spec.lora import folder_names, is_router
 from millrace.weights.plans.manifest import Manifest
 
-PREFIX = "base_model.model."
-"""Prefix of every name in a PEFT folder, and in the manifest of an adapter."""
 FIELD = "model.lora.merge"
 FIX = "set model.lora.merge to true: replicas get whole weights then, with the adapter merged into them."
 
@@ -80,13 +79,9 @@ def adapter_shape(spec: JobSpec) -> AdapterShape | None:
     lora = spec.model.lora
     if lora is None or not spec.model.publishes_adapter:
         return None
-    if lora.adapter_path is not None:
-        return _stored(Path(lora.adapter_path))
-    adapted = tuple(_adapted_layers(spec, lora))
-    if not adapted:
-        reason = "the model has no such linear layer"
-        raise refused("model.lora.target_modules", lora.target_modules, reason, 'name others, or write "all-linear".')
-    return AdapterShape(lora.rank, adapted)
+    asked = AskedAdapter.of(lora)
+    found = _adapted_layers(spec, asked) if asked.folder is None else asked.folder.layers
+    return AdapterShape(asked.options.rank, tuple(AdaptedLayer(name, *sizes) for name, sizes in found.items()))
 
 
 def not_served(reason: str) -> InvalidJob:
@@ -102,20 +97,8 @@ def check_placed(shape: AdapterShape, engine: str, unplaced: Collection[Collecti
         raise not_served(f"{engine} has no place for the adapter of {', '.join(kinds)}")
 
 
-def _is_adapted(name: str, lora: Lora) -> bool:
-    """Whether the job trains an adapter for the linear layer `name`: PEFT's rule."""
-    if is_router(name) or _named(name, folder_names(lora.exclude_modules)):
-        return False
-    return lora.target_modules == "all-linear" or _named(name, folder_names(lora.target_modules))
-
-
-def _named(name: str, modules: Collection[str]) -> bool:
-    """Whether `modules` has the name, or an end of it that begins after a dot."""
-    return any(name == module or name.endswith(f".{module}") for module in modules)
-
-
-def _adapted_layers(spec: JobSpec, lora: Lora) -> Iterator[AdaptedLayer]:
-    """The layers of the job's model that get an adapter. Raises InvalidJob."""
+def _adapted_layers(spec: JobSpec, asked: AskedAdapter) -> dict[str, tuple[int, int]]:
+    """The layers of the job's model that get an adapter: inputs and outputs. Raises InvalidJob."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -126,37 +109,16 @@ def _adapted_layers(spec: JobSpec, lora: Lora) -> Iterator[AdaptedLayer]:
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
         raise not_served(f"transformers does not build the model in {spec.model.path}: {error}") from error
-    head = model.get_output_embeddings()
-    for name, part in model.named_modules():
-        if type(part) is not torch.nn.Linear or not _is_adapted(name, lora):
-            continue
-        if part is not head:
-            yield AdaptedLayer(name, part.in_features, part.out_features)
-        elif lora.target_modules != "all-linear":
-            raise not_served(f"engines serve no adapter of the model's head, {name}")
-
-
-def _stored(folder: Path) -> AdapterShape:
-    """The shape of the adapter in a PEFT folder. Raises InvalidJob."""
-    field, fix = "model.lora.adapter_path", "give a folder that PEFT wrote, at the same path for every service."
-    shapes = _shapes_in(folder / "adapter_model.safetensors", field, fix)
-    names = [name.removeprefix(PREFIX).removesuffix(".lora_A.weight") for name in shapes if ".lora_A." in name]
-    pairs = {name: (f"{PREFIX}{name}.lora_A.weight", f"{PREFIX}{name}.lora_B.weight") for name in names}
-    if not names or {each for pair in pairs.values() for each in pair} != set(shapes):
-        raise not_served(f"the adapter in {folder} has more than A and B of linear layers")
-    layers = tuple(AdaptedLayer(name, shapes[a][1], shapes[b][0]) for name, (a, b) in pairs.items())
-    (rank, *others) = {shapes[a][0] for a, _ in pairs.values()}
-    if others:
-        raise not_served(f"the adapter in {folder} has several ranks")
-    return AdapterShape(rank, layers)
-
-
-def _shapes_in(file: Path, field: str, fix: str) -> Mapping[str, tuple[int, ...]]:
-    """The shape of each tensor in a safetensors file. Raises InvalidJob."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "pt") as opened:
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise refused(field, str(file.parent), f"{file.name} cannot be read: {error}", fix) from error
+    modules = dict(model.named_modules())
+    head = next((name for name, part in modules.items() if part is model.get_output_embeddings()), "")
+    linear = {
+        name: (part.in_features, part.out_features)
+        for name, part in modules.items()
+        if type(part) is torch.nn.Linear and not is_router(name)
+    }
+    # Only the trainer knows the layers of the model folder, which exclude_modules may name too.
+    others = folder_names(asked.options.exclude_modules)
+    chosen = asked.choose([name for name in linear if name != head], linear.keys() & {head}, others)
+    if head in chosen:
+        raise not_served(f"engines serve no adapter of the model's head, {head}")
+    return {name: linear[name] for name in chosen}

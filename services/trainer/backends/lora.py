@@ -12,45 +12,24 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from millrace.errors import refused
-from millrace.spec.lora import Lora, folder_names
+from millrace.lora.asked import AskedAdapter
+from millrace.lora.folder import FIELD, WEIGHTS
+from millrace.spec.lora import Lora
 from services.trainer.protocol.adapter import AdapterSettings
-
-FIELD = "model.lora"
-WEIGHTS = "adapter_model.safetensors"
 
 
 def configuration(lora: Lora) -> LoraConfig:
-    """The adapter that the job asks for: as `lora` says, or as the folder `lora.adapter_path` does. Its layers have the
-    names of the model folder. Raises InvalidJob."""
-    if lora.adapter_path is None:
-        return LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number works, and PEFT reads and writes any
-            lora_dropout=lora.dropout,
-            target_modules="all-linear" if lora.target_modules == "all-linear" else folder_names(lora.target_modules),
-            exclude_modules=folder_names(lora.exclude_modules) or None,
-            use_rslora=lora.rslora,
-            use_dora=lora.dora,
-            init_lora_weights="gaussian" if lora.init == "gaussian" else True,
-            task_type="CAUSAL_LM",
-        )
-    field, fix = f"{FIELD}.adapter_path", "give a folder that PEFT wrote: adapter_config.json and safetensors."
-    try:
-        config = LoraConfig.from_pretrained(lora.adapter_path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise refused(field, lora.adapter_path, f"it cannot be read: {error}", fix) from error
-    if not isinstance(config, LoraConfig) or config.bias != "none" or config.rank_pattern or config.alpha_pattern:
-        reason = "it is not an adapter of LoRA with one rank for all layers and without biases"
-        raise refused(field, lora.adapter_path, reason, fix)
-    for name, found in (("rank", config.r), ("alpha", config.lora_alpha)):
-        if name in lora.model_fields_set and getattr(lora, name) != found:
-            reason = f"the adapter in {lora.adapter_path} has {found}"
-            raise refused(f"{FIELD}.{name}", getattr(lora, name), reason, "leave it out.")
-    if config.use_dora and not lora.merge:
-        reason = f"engines cannot serve DoRA, which the adapter in {lora.adapter_path} is"
-        raise refused(f"{FIELD}.merge", False, reason, "set it to true.")
-    config.lora_dropout, config.inference_mode = lora.dropout, False
-    return config
+    """The adapter that the job asks for, without its layers. Raises InvalidJob for a folder that cannot be used."""
+    options = AskedAdapter.of(lora).options
+    return LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,  # type: ignore[arg-type]  # any number works, and PEFT reads and writes any
+        lora_dropout=options.dropout,
+        use_rslora=options.rslora,
+        use_dora=options.dora,
+        init_lora_weights="gaussian" if options.init == "gaussian" else True,
+        task_type="CAUSAL_LM",
+    )
 
 
 def settings_of(config: LoraConfig) -> AdapterSettings:
@@ -79,14 +58,14 @@ def first_a(name: str, shape: tuple[int, ...], config: LoraConfig, seed: int) ->
 
 def stored_values(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """The tensors of a PEFT folder by name, float32. Raises InvalidJob where they are not those of `shapes`."""
-    field, fix = f"{FIELD}.adapter_path", "give an adapter of this model."
+    fix = "give an adapter of this model."
     try:
         stored = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise refused(field, str(folder), f"{WEIGHTS} cannot be read: {error}", fix) from error
+        raise refused(FIELD, str(folder), f"{WEIGHTS} cannot be read: {error}", fix) from error
     for name, shape in shapes.items():
         if name not in stored or tuple(stored[name].shape) != shape:
-            raise refused(field, str(folder), f"its {name} should have shape {shape}", fix)
+            raise refused(FIELD, str(folder), f"its {name} should have shape {shape}", fix)
     if unknown := stored.keys() - shapes.keys():
-        raise refused(field, str(folder), f"it has {min(unknown)}, which this model has no layer for", fix)
+        raise refused(FIELD, str(folder), f"it has {min(unknown)}, which this model has no layer for", fix)
     return {name: tensor.float() for name, tensor in stored.items()}

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.spec import JobSpec, parse
+from millrace.spec import JobSpec, parse, received
 from millrace.wire.arrays import pack_logprobs, pack_tokens
 from millrace.wire.v1 import common_pb2
 from millrace.wire.v1.trainer_pb2 import GroupRef
@@ -17,7 +17,8 @@ BYTES = 256
 
 
 def job_spec(model: Path, /, **parts: dict[str, Any] | list[Any]) -> JobSpec:
-    """A small float32 job; `parts` override, one level deep: trainer={"token_budget": 64}. Lists are taken whole."""
+    """A small float32 job; `parts` override, one level deep: trainer={"token_budget": 64}. Lists are taken whole.
+    As a trainer gets it: from JSON, with every field."""
     tree: dict[str, Any] = {
         "name": "test",
         "output": str(model.parent / "output"),
@@ -29,7 +30,7 @@ def job_spec(model: Path, /, **parts: dict[str, Any] | list[Any]) -> JobSpec:
     }
     for name, part in parts.items():
         tree[name] = part if isinstance(part, list) else {**tree.get(name, {}), **part}
-    return parse(tree)
+    return received(parse(tree).model_dump_json())
 
 
 def random_groups(

@@ -10,6 +10,7 @@ from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
 from millrace.errors import InvalidJob
 from millrace.spec.checking import submission
+from tests.lora.folders import RANK, write_folder
 from tests.megatron.configs import QWEN3_30B_A3B
 
 
@@ -325,3 +326,31 @@ def test_a_judge_may_be_the_whole_reward(tmp_path: Path) -> None:
     judge = {"url": "http://judge:8000/v1", "model": "j", "prompt_file": str(tmp_path / "judge.txt")}
     reward = {"functions": [{"name": "quality", "scope": "group", "judge": judge}]}
     assert submission.check(job(tmp_path, {}) | {"reward": reward}).reward.judge_terms[0].scope == "group"
+
+
+def with_lora(folder: Path, **lora: Any) -> dict[str, Any]:
+    tree = job(folder, {})
+    return {**tree, "model": {**tree["model"], "lora": lora}, "algorithm": {}}
+
+
+def test_a_job_has_the_options_of_the_adapter_that_it_trains_further(tmp_path: Path) -> None:
+    stored = str(write_folder(tmp_path / "adapter", lora_alpha=4))
+    lora = submission.check(with_lora(tmp_path, adapter_path=stored)).model.lora
+    assert lora is not None and (lora.rank, lora.alpha, lora.target_modules) == (RANK, 4.0, ["down_proj", "q_proj"])
+    tree = with_lora(tmp_path / "policy", **lora.model_dump(mode="json"))
+    assert submission.check(tree).model.lora == lora  # checked again, as when the job is continued
+
+
+@pytest.mark.parametrize(
+    ("lora", "told"),
+    [
+        ({"adapter_path": "adapter"}, 'model.lora.adapter_path: "adapter": is not an absolute path'),
+        ({"adapter_path": "/nowhere"}, 'model.lora.adapter_path: "/nowhere": there is no such folder'),
+        ({"target_modules": []}, "model.lora.target_modules: []: no layer would have an adapter"),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_no_trainer_could_load(lora: dict[str, Any], told: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidJob) as refusal:
+        submission.check(with_lora(tmp_path, **lora))
+    assert told in str(refusal.value)

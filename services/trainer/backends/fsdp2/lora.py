@@ -6,64 +6,41 @@ from typing import Any
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear
-from peft.tuners.tuners_utils import check_target_module_exists
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from millrace.errors import refused
-from millrace.spec.lora import Lora, is_router
+from millrace.spec.lora import Lora
 from millrace.spec.model import Model
 from services.trainer.backends.fsdp2.adapted import BASE, is_adapter
+from services.trainer.backends.fsdp2.layer_choice import choose_layers, stored_layers
 from services.trainer.backends.fsdp2.loading.folder import ModelFolder
 from services.trainer.backends.fsdp2.loading.local import LocalPart
 from services.trainer.backends.fsdp2.model import FIELD as MODEL_FIELD
 from services.trainer.backends.fsdp2.model import Sharding, build_unfilled, shard_model
-from services.trainer.backends.fsdp2.published.export import manifest
-from services.trainer.backends.lora import FIELD, first_a, stored_values, target_names
+from services.trainer.backends.lora import first_a, stored_values, target_names
 from services.trainer.protocol.adapter import LORA_A, MAGNITUDE, stored_name
 
 PLAIN = "model"
 """Name of the whole model in the module that PEFT sees."""
 
 
-def inject(module: PreTrainedModel, config: LoraConfig) -> None:
-    """Adds adapters, float32, to the layers that `config` names, and freezes every other parameter. `config` has the
-    names as a PEFT folder stores them afterwards. Raises InvalidJob where there is no such layer, or one that is not
-    linear."""
-    chosen, excluded = _choose(module, config), config.exclude_modules
-    stored = {tensor.name.removesuffix(".weight") for tensor in manifest(module, "float32").tensors}
+def inject(module: PreTrainedModel, config: LoraConfig, lora: Lora) -> None:
+    """Adds adapters, float32, to the layers that the job asks for, and freezes every other parameter. `config` gets the
+    names of the layers as a PEFT folder stores them. Raises InvalidJob for names of layers that the model has not."""
+    chosen = choose_layers(module, lora)
+    others = stored_layers(module) - set(chosen)
     # PEFT takes the names of dense layers for those of fused experts in models whose `config` says that they have
     # experts. It sees a module without a config, and whole names.
     plain = nn.Module()
     plain.add_module(PLAIN, module)
-    config.target_modules, config.exclude_modules = [f"{PLAIN}.{name}" for name in chosen], None
+    config.target_modules = [f"{PLAIN}.{name}" for name in chosen]
     inject_adapter_in_model(config, plain)
-    config.exclude_modules, config.target_modules = excluded, target_names(chosen, stored - set(chosen))
+    config.target_modules = target_names(chosen, others)
     for name, parameter in module.named_parameters():
         adapter = is_adapter(name)
         if adapter:
             parameter.data = parameter.data.float()
         parameter.requires_grad_(adapter)
-
-
-def _choose(module: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Names of the layers that get an adapter, in the module's order. Raises InvalidJob."""
-    asked, field, head = config.target_modules, f"{FIELD}.target_modules", module.get_output_embeddings()
-    parts = {name: part for name, part in module.named_modules() if name and not is_router(name)}
-    linear = {name: part for name, part in parts.items() if type(part) is nn.Linear}
-    if asked == "all-linear":
-        parts = {name: part for name, part in linear.items() if part is not head}
-        config.target_modules = list(parts)
-    chosen = [name for name in parts if check_target_module_exists(config, name)]
-    value = asked if isinstance(asked, str) else sorted(asked or ())
-    if not chosen:
-        known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-        raise refused(field, value, "no layer has that name", f'name some of {known}, or write "all-linear".')
-    tied = {id(parameter) for parameter in module.get_input_embeddings().parameters()}
-    for name in chosen:
-        if name not in linear or id(linear[name].weight) in tied:
-            raise refused(field, value, f"{name} is not a linear layer with a weight of its own", "leave it out.")
-    return chosen
 
 
 def layers(module: nn.Module) -> dict[str, Linear]:
@@ -107,7 +84,7 @@ def policy(model: Model, config: Any, adapter: LoraConfig, sharding: Sharding, s
 
     def build() -> PreTrainedModel:
         module = build_unfilled(AutoModelForCausalLM, model, config, sharding, dtype=sharding.compute)
-        inject(module, adapter)
+        inject(module, adapter, lora)
         return module
 
     return shard_model(

@@ -17,6 +17,7 @@ from millrace.spec import JobSpec
 from millrace.spec import parse as parse_spec
 from services.trainer.backends.fsdp2 import attention
 from services.trainer.backends.fsdp2.computable import check_computable, check_shared
+from services.trainer.backends.fsdp2.layer_choice import choose_layers
 from services.trainer.backends.fsdp2.model import FIELD, load_config
 
 FLASH = "flash_attention_2"
@@ -25,7 +26,7 @@ NAMES = {"auto": FLASH, "varlen": attention.VARLEN, "segments": attention.SEGMEN
 
 
 def check(spec: JobSpec) -> None:
-    """Raises InvalidJob for a model that the backend would refuse on any host."""
+    """Raises InvalidJob for a model, or layers of an adapter, that the backend would refuse on any host."""
     config = load_config(spec.model)
     options = parse(spec.trainer.backend_options)
     check_shared(options, config)
@@ -40,6 +41,8 @@ def check(spec: JobSpec) -> None:
         what = f"{FIELD}: {spec.model.path} cannot be built as a language model: {reason}"
         raise InvalidJob(what, "give a model of an architecture that this release of transformers knows.") from error
     check_computable(module, NAMES.get(asked, asked), spec.model.path, FIELD)
+    if spec.model.lora is not None:
+        choose_layers(module, spec.model.lora)
 
 
 def main() -> None:

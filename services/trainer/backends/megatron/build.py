@@ -33,7 +33,7 @@ def build(spec: JobSpec, device: torch.device) -> MegatronBackend:
         if spec.model.lora is not None:
             from services.trainer.backends.megatron.adapters.plan import AdapterPlan  # importing PEFT takes seconds
 
-            adapter = AdapterPlan.of(spec.model.lora, shape, layers(), spec.trainer.seed)
+            adapter = AdapterPlan.of(spec.model.lora, shape, layers(), options, spec.trainer.seed)
     topology = Topology(dist.get_world_size(), options)
     process_groups.initialize(topology, seed=spec.trainer.seed, timeout=COLLECTIVE)
     setup = ModelSetup(shape, topology, device, adapter)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig
 
 from millrace.errors import InvalidJob, PublicationFailed
-from millrace.spec import JobSpec
+from millrace.spec import JobSpec, received
 from millrace.spec.lora import Lora
 from millrace.weights.loader.learn import LearnedLayout, learn_layout
 from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
@@ -60,26 +60,34 @@ def manifest_of(tensors: Mapping[str, torch.Tensor]) -> Manifest:
 def lora_job(folder: Path, **lora: Any) -> JobSpec:
     spec = adapter_job(folder, "vllm")
     asked = Lora(merge=False, **lora)
-    return spec.model_copy(update={"model": spec.model.model_copy(update={"lora": asked})})
+    made = spec.model_copy(update={"model": spec.model.model_copy(update={"lora": asked})})
+    return received(made.model_dump_json())  # as a replica gets it
 
 
-@pytest.mark.parametrize(
-    "lora",
-    [
-        {},
-        {"target_modules": ["q_proj", "self_attn.v_proj"], "rank": 3},
-        {"target_modules": ["linear_qkv", "layers.1.mlp.up_proj", "o_proj"]},
-        {"exclude_modules": ["down_proj", "model.layers.0.self_attn.k_proj"]},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe", "moonlight"])
+DENSE: list[dict[str, Any]] = [
+    {},
+    {"target_modules": ["q_proj", "self_attn.v_proj"], "rank": 3},
+    {"target_modules": ["linear_qkv", "layers.1.mlp.up_proj", "o_proj"]},
+    {"exclude_modules": ["down_proj", "model.layers.0.self_attn.k_proj"]},
+]
+LATENT: list[dict[str, Any]] = [
+    {},
+    {
+        "target_modules": ["linear_qkv", "layers.0.mlp.up_proj", "kv_b_proj"],
+        "exclude_modules": ["layers.0.mlp.up_proj"],
+    },
+]
+ATTENTION_ONLY: list[dict[str, Any]] = [*DENSE[:2], {"exclude_modules": ["o_proj", "mlp.gate"]}]
+KINDS = {"qwen2": DENSE, "qwen3": DENSE, "qwen3_moe": ATTENTION_ONLY, "moonlight": LATENT}
+
+
+@pytest.mark.parametrize(("kind", "lora"), [(kind, lora) for kind, cases in KINDS.items() for lora in cases], ids=str)
 def test_engine_and_trainer_choose_the_same_layers(kind: str, lora: dict[str, Any], tmp_path: Path) -> None:
     model = tiny.save(kind, tmp_path)
     spec = lora_job(tmp_path, **lora)
     shape = adapter_shape(spec)
     assert spec.model.lora is not None and shape is not None
-    inject(model, configuration(spec.model.lora))
+    inject(model, configuration(spec.model.lora), spec.model.lora)
     trained = {name: (part.in_features, part.out_features) for name, part in layers(model).items()}
     assert {each.name: (each.inputs, each.outputs) for each in shape.layers} == trained
     assert shape.rank == spec.model.lora.rank
@@ -108,8 +116,9 @@ def test_there_is_none_where_it_is_merged(tied_model: Path) -> None:
             {"target_modules": ["lm_head"]},
             r"model\.lora\.merge: false: .*head, lm_head\. Fix: set model\.lora\.merge to",
         ),
-        ({"target_modules": ["nothing"]}, r"model\.lora\.target_modules: .* has no such linear layer"),
-        ({"adapter_path": "/nowhere"}, r"model\.lora\.adapter_path: .* cannot be read"),
+        ({"target_modules": ["nothing"]}, r"model\.lora\.target_modules: \"nothing\": no linear layer .* that name"),
+        ({"target_modules": ["q_proj", "v_prj"]}, r"target_modules: \"v_prj\": .* did you mean `v_proj`"),
+        ({"adapter_path": "/nowhere"}, r"model\.lora\.adapter_path: .* there is no such folder"),
     ],
     ids=str,
 )

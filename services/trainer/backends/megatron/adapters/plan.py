@@ -7,19 +7,18 @@ from typing import Any, Self
 
 import torch
 from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
 from torch import Tensor
 
 from millrace.backends.megatron import MegatronOptions
-from millrace.errors import refused
-from millrace.megatron.adapters import EXPERTS, WEIGHT, A, adapted_linears, adapter_layout, linear_layers
-from millrace.megatron.architectures.shape import ModelShape, Names
+from millrace.megatron.adapters import WEIGHT, A, adapted_linears, adapter_layout, is_of_expert
+from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.placement import Placement
 from millrace.megatron.placement import Tensor as PlacedTensor
+from millrace.megatron.rules import check_adapter
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import Layers, Layout, layout, tensors
 from millrace.spec.lora import Lora
-from services.trainer.backends.lora import FIELD, configuration, first_a, settings_of, stored_values, target_names
+from services.trainer.backends.lora import configuration, first_a, settings_of, stored_values, target_names
 from services.trainer.backends.megatron.adapters.layer import AdapterMode, AdapterShape, attach
 from services.trainer.protocol.adapter import AdapterSettings, stored_name
 
@@ -33,32 +32,24 @@ class AdapterPlan:
     chosen: frozenset[str]
     """The layers of the model folder that have an adapter."""
     tensors: tuple[PlacedTensor, ...]
-    """Its tensors, by their names in a module of PEFT that has the names of the model folder."""
-    names: Names
+    """Its tensors, by their names in a module of PEFT."""
     stored: Path | None
     """The PEFT folder whose adapter is trained further."""
     seed: int
 
     @classmethod
-    def of(cls, lora: Lora, shape: ModelShape, layers: Layers, seed: int) -> Self:
+    def of(cls, lora: Lora, shape: ModelShape, layers: Layers, options: MegatronOptions, seed: int) -> Self:
         """Raises InvalidJob where there is no such layer, and for what Megatron's layers do not compute."""
-        config = configuration(lora)
+        chosen, config = check_adapter(lora, options, shape, layers), configuration(lora)
         settings = settings_of(config)
-        if settings.dora:
-            reason = "the megatron backend trains no magnitudes of weights"
-            raise refused(f"{FIELD}.dora", True, reason, "leave it out, or set trainer.backend to fsdp2.")
-        chosen = _choose(config, shape, layers)
-        if shape.names.module != Names.module:  # other parts of the module have layers of the same last names
-            config.target_modules = sorted(map(shape.names.in_module, chosen))
+        every = {tensor.name.removesuffix(WEIGHT) for tensor in tensors(shape, Topology(1, MegatronOptions()), layers)}
+        of_experts = any(map(is_of_expert, chosen))
+        config.target_modules = sorted(chosen) if of_experts else target_names(chosen, every - chosen)
         alone = layout(shape, Topology(1, MegatronOptions()), 0, layers)
         (places,) = adapter_layout(adapted_linears(alone, chosen), settings.rank)
         found = (piece.tensor for placement in places.values() for piece in placement.pieces)
         stored = None if lora.adapter_path is None else Path(lora.adapter_path)
-        return cls(config, settings, chosen, tuple(dict.fromkeys(found)), shape.names, stored, seed)
-
-    def stored_name(self, name: str) -> str:
-        """Name in a PEFT folder of one of its tensors: PEFT has the names of the transformers module."""
-        return stored_name(self.names.in_module(name))
+        return cls(config, settings, chosen, tuple(dict.fromkeys(found)), stored, seed)
 
     @property
     def parameters(self) -> int:
@@ -83,14 +74,13 @@ class AdapterPlan:
         InvalidJob for a folder with another adapter."""
         stored: dict[str, Tensor] = {}
         if self.stored is not None:
-            shapes = {self.stored_name(tensor.name): tensor.shape for tensor in self.tensors}
-            stored = stored_values(self.stored, shapes)
+            stored = stored_values(self.stored, {stored_name(tensor.name): tensor.shape for tensor in self.tensors})
         for chunk in places:
             yield ((name, self._first_value(placement, stored)) for name, placement in chunk.items())
 
     def _first_value(self, placement: Placement, stored: Mapping[str, Tensor]) -> Tensor:
         (piece,) = placement.pieces
-        name = self.stored_name(piece.tensor.name)
+        name = stored_name(piece.tensor.name)
         if stored:
             whole = stored[name]
         elif f".{A}." in name:
@@ -99,25 +89,3 @@ class AdapterPlan:
             return torch.zeros(placement.shape)
         box = tuple(slice(first, first + count) for first, count in zip(piece.source, piece.extent, strict=True))
         return whole[box]
-
-
-def _choose(config: LoraConfig, shape: ModelShape, layers: Layers) -> frozenset[str]:
-    """The layers that `config` names. It names them as PEFT needs it afterwards. Raises InvalidJob."""
-    linear, asked = linear_layers(shape, layers), config.target_modules
-    experts: tuple[str, ...] = ()
-    if asked == "all-linear":
-        config.target_modules = list(linear)
-    elif not isinstance(asked, str) and any(EXPERTS in name.split(".") for name in asked or ()):
-        experts = linear_layers(shape, layers, experts=True)
-        whole = experts if EXPERTS in (asked or ()) else ()
-        linear, config.target_modules = (*linear, *experts), [*(asked or ()), *whole]
-    chosen = frozenset(layer for layer in linear if check_target_module_exists(config, layer))
-    if not chosen:
-        known = ", ".join(sorted({layer.rpartition(".")[2] for layer in linear}))
-        value = asked if isinstance(asked, str) else sorted(asked or ())
-        raise refused(
-            f"{FIELD}.target_modules", value, "no layer has that name", f'name some of {known}, or write "all-linear".'
-        )
-    every = {tensor.name.removesuffix(WEIGHT) for tensor in tensors(shape, Topology(1, MegatronOptions()), layers)}
-    config.target_modules = sorted(chosen) if experts else target_names(chosen, every - chosen)
-    return chosen

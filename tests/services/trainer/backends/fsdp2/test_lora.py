@@ -242,8 +242,8 @@ def test_an_adapter_of_rank_32_has_at_least_20_times_fewer_bytes() -> None:
     config = AutoConfig.for_model(**config_of(shape_of("qwen3-30b-a3b")))
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    adapter = configuration(Lora(rank=32))
-    inject(module, adapter)
+    adapter = configuration(lora := Lora(rank=32))
+    inject(module, adapter, lora)
     published = parts(module, settings_of(adapter), torch.device("meta"), 0, readable=True)
     model, alone = (published[content].manifest("bfloat16") for content in (Content.BASE, Content.ADAPTER))
     assert model.bytes > 61e9 and len(alone.tensors) == 2 * 4 * 48

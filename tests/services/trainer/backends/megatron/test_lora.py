@@ -27,7 +27,7 @@ LORA: dict[str, dict[str, Any]] = {
         **{"target_modules": ["linear_qkv", "o_proj"], "exclude_modules": ["k_proj"]},
     },
     "deepseek_v3": {"rank": 4, "alpha": 8, "target_modules": LATENT},
-    "experts": {"rank": 2, "alpha": 4, "target_modules": ["v_proj", "experts"]},
+    "experts": {"rank": 2, "alpha": 4, "target_modules": ["v_proj", "experts"], "merge": True},
 }
 """Kind of model → the adapter that it is trained with. Without k_proj some rows of linear_qkv have none."""
 MODELS = {**{kind: kind for kind in LORA}, "experts": "qwen3_moe"}

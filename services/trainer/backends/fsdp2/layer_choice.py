@@ -1,0 +1,24 @@
+"""Which layers of a module get the adapter that a job asks for. Told without PEFT, also of a module without weights."""
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from millrace.lora.asked import AskedAdapter
+from millrace.spec.lora import Lora, is_router
+from services.trainer.backends.fsdp2.published.export import manifest
+
+
+def choose_layers(module: PreTrainedModel, lora: Lora) -> list[str]:
+    """Names of the layers that get an adapter, in the module's order. Raises InvalidJob for names that no linear layer
+    has, and for a folder with adapters of others."""
+    tied = {id(parameter) for parameter in module.get_input_embeddings().parameters()}
+    heads = {name: part for name, part in module.named_modules() if part is module.get_output_embeddings()}
+    linear = [name for name, part in module.named_modules() if type(part) is nn.Linear and not is_router(name)]
+    own = [name for name in linear if name in heads and id(heads[name].weight) not in tied]
+    others = [*stored_layers(module), *heads]
+    return AskedAdapter.of(lora).choose([name for name in linear if name not in heads], own, others)
+
+
+def stored_layers(module: PreTrainedModel) -> set[str]:
+    """Names of everything that has a weight in the model folder."""
+    return {tensor.name.removesuffix(".weight") for tensor in manifest(module, "float32").tensors}
