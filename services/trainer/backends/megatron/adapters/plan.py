@@ -11,7 +11,7 @@ from torch import Tensor
 
 from millrace.backends.megatron import MegatronOptions
 from millrace.megatron.adapters import WEIGHT, A, adapted_linears, adapter_layout, is_of_expert
-from millrace.megatron.architectures.shape import ModelShape
+from millrace.megatron.architectures.shape import ModelShape, Names
 from millrace.megatron.placement import Placement
 from millrace.megatron.placement import Tensor as PlacedTensor
 from millrace.megatron.rules import check_adapter
@@ -32,7 +32,8 @@ class AdapterPlan:
     chosen: frozenset[str]
     """The layers of the model folder that have an adapter."""
     tensors: tuple[PlacedTensor, ...]
-    """Its tensors, by their names in a module of PEFT."""
+    """Its tensors, by their names in a module of PEFT that has the names of the model folder."""
+    names: Names
     stored: Path | None
     """The PEFT folder whose adapter is trained further."""
     seed: int
@@ -45,11 +46,17 @@ class AdapterPlan:
         every = {tensor.name.removesuffix(WEIGHT) for tensor in tensors(shape, Topology(1, MegatronOptions()), layers)}
         of_experts = any(map(is_of_expert, chosen))
         config.target_modules = sorted(chosen) if of_experts else target_names(chosen, every - chosen)
+        if shape.names.module != Names.module:  # other parts of the module have layers of the same last names
+            config.target_modules = sorted(map(shape.names.in_module, chosen))
         alone = layout(shape, Topology(1, MegatronOptions()), 0, layers)
         (places,) = adapter_layout(adapted_linears(alone, chosen), settings.rank)
         found = (piece.tensor for placement in places.values() for piece in placement.pieces)
         stored = None if lora.adapter_path is None else Path(lora.adapter_path)
-        return cls(config, settings, chosen, tuple(dict.fromkeys(found)), stored, seed)
+        return cls(config, settings, chosen, tuple(dict.fromkeys(found)), shape.names, stored, seed)
+
+    def stored_name(self, name: str) -> str:
+        """Name in a PEFT folder of one of its tensors: PEFT has the names of the transformers module."""
+        return stored_name(self.names.in_module(name))
 
     @property
     def parameters(self) -> int:
@@ -74,13 +81,14 @@ class AdapterPlan:
         InvalidJob for a folder with another adapter."""
         stored: dict[str, Tensor] = {}
         if self.stored is not None:
-            stored = stored_values(self.stored, {stored_name(tensor.name): tensor.shape for tensor in self.tensors})
+            shapes = {self.stored_name(tensor.name): tensor.shape for tensor in self.tensors}
+            stored = stored_values(self.stored, shapes)
         for chunk in places:
             yield ((name, self._first_value(placement, stored)) for name, placement in chunk.items())
 
     def _first_value(self, placement: Placement, stored: Mapping[str, Tensor]) -> Tensor:
         (piece,) = placement.pieces
-        name = stored_name(piece.tensor.name)
+        name = self.stored_name(piece.tensor.name)
         if stored:
             whole = stored[name]
         elif f".{A}." in name:
