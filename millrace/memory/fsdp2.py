@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from millrace.backends.fsdp2 import Fsdp2Options, parse
+from millrace.fsdp2.logits import keeps_whole_logits
 from millrace.fsdp2.sequence_parallel import check
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.memory.adapters import adapter_parameters
@@ -45,6 +46,8 @@ class ModelPasses:
     recompute: bool
     adapted: bool
     """Whether only an adapter is trained."""
+    whole_logits: bool
+    """Whether the logits of all tokens exist at a time."""
 
     @classmethod
     def of(cls, spec: JobSpec, shape: ModelShape, ranks: int, tokens: int) -> Self:
@@ -61,6 +64,7 @@ class ModelPasses:
             -(-tokens // options.sequence_parallel_size),
             trainer.activation_recompute,
             spec.model.lora is not None and not shape.value_head,
+            keeps_whole_logits(shape.architecture, spec.model.lora),
         )
 
     def layers(self) -> list[float]:
@@ -85,7 +89,7 @@ class ModelPasses:
     @property
     def chunk(self) -> int:
         """Tokens whose logits exist at a time."""
-        return min(self.options.logprob_chunk_tokens, self.tokens)
+        return self.tokens if self.whole_logits else min(self.options.logprob_chunk_tokens, self.tokens)
 
     def update(self) -> Iterator[Ledger]:
         """The moments of forward and backward that take most: the backward pass of the head, when all activations are

@@ -1,5 +1,6 @@
 """The prediction beside the peaks that BENCHMARKS.md measured, and beside real models' parameters."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,18 @@ def test_a_frozen_head_has_no_gradient(backend: str) -> None:
     trained = predict(job(backend), EIGHT, 1, 1024)
     with frozen_head_gradient():
         assert predict(job(backend), EIGHT, 1, 1024) == trained
+
+
+@pytest.mark.parametrize("phase", [Phase.SCORING, Phase.UPDATE])
+def test_logits_that_exist_whole_are_predicted_whole(phase: Phase) -> None:
+    """Of bfloat16, 2 bytes; logits and a copy or their gradient."""
+    on_head = job(lora={"rank": 32, "target_modules": ["q_proj", "lm_head"]})
+    encoder = replace(EIGHT, architecture="roberta")
+    for spec, shape in ((on_head, EIGHT), (job(lora=LORA), encoder)):
+        found = predict(spec, shape, 1, 16384)[phase].device
+        assert found[Part.LOGITS] == 2 * 2 * 16384 * shape.vocabulary
+    chunks = predict(job(lora=LORA), EIGHT, 1, 16384)[Phase.SCORING].device
+    assert chunks[Part.LOGITS] == 2 * 2 * 1024 * EIGHT.vocabulary
 
 
 @pytest.mark.parametrize(("size", "measured_gb"), [(1, 60.3), (2, 44.3)])

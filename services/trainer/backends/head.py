@@ -1,8 +1,9 @@
 """Log-probabilities and entropies from hidden states, for a vocabulary that is split over ranks, without all logits.
 
 Logits exist for a chunk of tokens and this rank's part of the vocabulary at a time, in the forward pass and again in
-the backward pass. With z = logits/τ, p = softmax(z): ∂log p_y/∂z = 1_y − p and ∂H/∂z = −p·(log p + H). On GPUs
-the computation on each logit is one compiled kernel, so that logits are read once in each pass.
+the backward pass. With z = logits/τ, p = softmax(z): ∂log p_y/∂z = 1_y − p and ∂H/∂z = −p·(log p + H). What a model
+does to each output of its linear layer (`LogitChange`) is part of z. On GPUs the computation on each output is one
+compiled kernel, so that outputs are read once in each pass.
 """
 
 import functools
@@ -46,16 +47,38 @@ class VocabularyPart:
     """The ranks that hold all parts; None where this rank holds the whole vocabulary."""
 
 
+@dataclass(frozen=True)
+class LogitChange:
+    """What a model does to each output y of its linear layer. Its logits are scale·y, or with a cap the soft-capped
+    cap·tanh(scale·y/cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def divided(self, temperature: float) -> "LogitChange":
+        """From outputs to logits/temperature."""
+        return LogitChange(self.scale / temperature, None if self.cap is None else self.cap / temperature)
+
+
 def scores(
-    hidden_rh: Tensor, weight_vh: Tensor, wanted: WantedTokens, vocabulary: VocabularyPart, chunk_tokens: int
+    hidden_rh: Tensor,
+    weight_vh: Tensor,
+    wanted: WantedTokens,
+    vocabulary: VocabularyPart,
+    chunk_tokens: int,
+    *,
+    bias_v: Tensor | None = None,
+    change: LogitChange = LogitChange(),
 ) -> Tensor:
     """Log-probabilities at the targets, entropies, and log-probabilities of the other tokens, float32 [2 + K, R], nats,
     the same on every rank of the group.
 
-    hidden_rh [R, H] and weight_vh [padded part of V, H] of one dtype. The gradient of hidden_rh is this rank's part. A
-    frozen weight has no gradient, and none is computed.
+    hidden_rh [R, H], weight_vh [padded part of V, H] and bias_v [padded part of V] of one dtype. The gradient of
+    hidden_rh is this rank's part. A frozen weight has no gradient, and none is computed.
     """
-    scores_kr: Tensor = _Scores.apply(hidden_rh, weight_vh, wanted, vocabulary, chunk_tokens)  # type: ignore[no-untyped-call]
+    scores_kr: Tensor = _Scores.apply(  # type: ignore[no-untyped-call]
+        hidden_rh, weight_vh, bias_v, wanted, vocabulary, chunk_tokens, change
+    )
     return scores_kr
 
 
@@ -65,46 +88,53 @@ class _Scores(torch.autograd.Function):
         ctx: Any,
         hidden_rh: Tensor,
         weight_vh: Tensor,
+        bias_v: Tensor | None,
         wanted: WantedTokens,
         vocabulary: VocabularyPart,
         chunk_tokens: int,
+        change: LogitChange,
     ) -> Tensor:
         rows = 1 + wanted.columns_rk.shape[1]
         scores_kr = torch.empty(rows, hidden_rh.shape[0], dtype=torch.float32, device=hidden_rh.device)
         normaliser_r = torch.empty_like(scores_kr[0])
         for part in _chunks(hidden_rh, chunk_tokens):
-            logits_rv = hidden_rh[part] @ weight_vh[: vocabulary.size].t()
-            normaliser_r[part], scores_kr[:, part] = _normalised(logits_rv, wanted, part, vocabulary)
-        ctx.save_for_backward(hidden_rh, weight_vh, normaliser_r, scores_kr)
-        ctx.rest = wanted, vocabulary, chunk_tokens
+            outputs_rv = _linear(hidden_rh[part], weight_vh, bias_v, vocabulary)
+            normaliser_r[part], scores_kr[:, part] = _normalised(outputs_rv, wanted, part, vocabulary, change)
+        ctx.save_for_backward(hidden_rh, weight_vh, bias_v, normaliser_r, scores_kr)
+        ctx.rest = wanted, vocabulary, chunk_tokens, change
         return scores_kr
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_kr: Tensor) -> Any:
-        hidden_rh, weight_vh, normaliser_r, scores_kr = ctx.saved_tensors
-        wanted, vocabulary, chunk_tokens = ctx.rest
-        rows = weight_vh[: vocabulary.size]
+        hidden_rh, weight_vh, bias_v, normaliser_r, scores_kr = ctx.saved_tensors
+        wanted, vocabulary, chunk_tokens, change = ctx.rest
+        size = vocabulary.size
         grad_hidden_rh = torch.empty_like(hidden_rh) if ctx.needs_input_grad[0] else None
         grad_weight_vh = _zeros_like(weight_vh) if ctx.needs_input_grad[1] else None
+        grad_bias_v = _zeros_like(bias_v) if ctx.needs_input_grad[2] else None
         for part in _chunks(hidden_rh, chunk_tokens):
-            here_rk, column_rk = _in_part(wanted.columns_rk[part], vocabulary)
-            grad_entropy_r, grad_rk = grad_kr[1, part], torch.cat([grad_kr[:1, part], grad_kr[2:, part]]).t()
-            grad_logits = _fused(_logits_gradient)(
-                hidden_rh[part] @ rows.t(),
-                torch.stack([normaliser_r[part], scores_kr[1, part], grad_rk.sum(1), grad_entropy_r, grad_rk[:, 0]]),
-                torch.where(here_rk[:, 0], column_rk[:, 0], -1),
-                1.0 / wanted.temperature,
-            )
-            if column_rk.shape[1] > 1:
-                added_rk = grad_rk[:, 1:] * here_rk[:, 1:] / wanted.temperature
-                grad_logits.scatter_add_(1, column_rk[:, 1:], added_rk.to(grad_logits.dtype))
+            grad_rk = torch.cat([grad_kr[:1, part], grad_kr[2:, part]]).t()
+            known = [normaliser_r[part], scores_kr[1, part], grad_rk.sum(1), grad_kr[1, part], grad_rk[:, 0]]
+            outputs_rv = _linear(hidden_rh[part], weight_vh, bias_v, vocabulary)
+            grad_rv = _chunk_gradient(outputs_rv, torch.stack(known), grad_rk, wanted, part, vocabulary, change)
+            del outputs_rv
             if grad_hidden_rh is not None:
-                grad_hidden_rh[part] = grad_logits @ rows
+                grad_hidden_rh[part] = grad_rv @ weight_vh[:size]
             if grad_weight_vh is not None:
-                grad_weight_vh[: vocabulary.size] += grad_logits.t() @ hidden_rh[part]
+                grad_weight_vh[:size] += grad_rv.t() @ hidden_rh[part]
+            if grad_bias_v is not None:
+                grad_bias_v[:size] += grad_rv.sum(0, dtype=torch.float32)
         grad_weight = None if grad_weight_vh is None else grad_weight_vh.to(weight_vh.dtype)
-        return grad_hidden_rh, grad_weight, None, None, None
+        grad_bias = None if grad_bias_v is None else grad_bias_v.to(bias_v.dtype)
+        return grad_hidden_rh, grad_weight, grad_bias, None, None, None, None
+
+
+def _linear(hidden_rh: Tensor, weight_vh: Tensor, bias_v: Tensor | None, vocabulary: VocabularyPart) -> Tensor:
+    """The outputs of the linear layer for this rank's part of the vocabulary, [R, V]. A product adds the bias without
+    another pass over them."""
+    columns_hv = weight_vh[: vocabulary.size].t()
+    return hidden_rh @ columns_hv if bias_v is None else torch.addmm(bias_v[: vocabulary.size], hidden_rh, columns_hv)
 
 
 def _zeros_like(parameter: Tensor) -> Tensor:
@@ -113,15 +143,15 @@ def _zeros_like(parameter: Tensor) -> Tensor:
 
 
 def _normalised(
-    logits_rv: Tensor, wanted: WantedTokens, part: slice, vocabulary: VocabularyPart
+    outputs_rv: Tensor, wanted: WantedTokens, part: slice, vocabulary: VocabularyPart, change: LogitChange
 ) -> tuple[Tensor, Tensor]:
     """log Σ exp z over the whole vocabulary, [R], and the scores, [2 + K, R]."""
-    scale = 1.0 / wanted.temperature
-    local_r, sums_2r = _fused(_part_sums)(logits_rv, scale)
+    to_z = change.divided(wanted.temperature)
+    local_r, sums_2r = _fused(_part_sums)(outputs_rv, to_z.scale, to_z.cap)
     top_r = local_r.clone()
     _all_reduce(top_r, dist.ReduceOp.MAX, vocabulary)
     here_rk, column_rk = _in_part(wanted.columns_rk[part], vocabulary)
-    wanted_rk = logits_rv.gather(1, column_rk).float() * scale * here_rk
+    wanted_rk = _z(outputs_rv.gather(1, column_rk), to_z.scale, to_z.cap) * here_rk
     sums_kr = torch.cat([sums_2r * (local_r - top_r).exp(), wanted_rk.t()])
     _all_reduce(sums_kr, dist.ReduceOp.SUM, vocabulary)
     normaliser_r = top_r + sums_kr[0].log()
@@ -129,26 +159,63 @@ def _normalised(
     return normaliser_r, torch.cat([(sums_kr[2] - normaliser_r)[None], entropy_r[None], sums_kr[3:] - normaliser_r])
 
 
-def _part_sums(logits_rv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _chunk_gradient(
+    outputs_rv: Tensor,
+    known_5r: Tensor,
+    grad_rk: Tensor,
+    wanted: WantedTokens,
+    part: slice,
+    vocabulary: VocabularyPart,
+    change: LogitChange,
+) -> Tensor:
+    """The gradient of a chunk's outputs, [R, V], in their dtype. `known_5r`: see `_outputs_gradient`; `grad_rk`: the
+    gradients of the log-probabilities of the target and of the others."""
+    to_z = change.divided(wanted.temperature)
+    here_rk, column_rk = _in_part(wanted.columns_rk[part], vocabulary)
+    target_r = torch.where(here_rk[:, 0], column_rk[:, 0], -1)
+    grad_rv: Tensor = _fused(_outputs_gradient)(outputs_rv, known_5r, target_r, to_z.scale, to_z.cap)
+    if column_rk.shape[1] > 1:
+        others = column_rk[:, 1:]
+        logits_rk = _z(outputs_rv.gather(1, others), change.scale, change.cap)
+        added_rk = grad_rk[:, 1:] * here_rk[:, 1:] * _slope(logits_rk, change.scale, change.cap) / wanted.temperature
+        grad_rv.scatter_add_(1, others, added_rk.to(grad_rv.dtype))
+    return grad_rv
+
+
+def _z(outputs: Tensor, scale: float, cap: float | None) -> Tensor:
+    """The outputs as `LogitChange` says, float32."""
+    scaled = outputs.float() * scale
+    return scaled if cap is None else cap * (scaled / cap).tanh()
+
+
+def _slope(z: Tensor, scale: float, cap: float | None) -> Tensor | float:
+    """∂z/∂output where the result is z."""
+    return scale if cap is None else scale * (1 - (z / cap).square())
+
+
+def _part_sums(outputs_rv: Tensor, scale: float, cap: float | None) -> tuple[Tensor, Tensor]:
     """max z, [R], and Σ exp(z − max) and Σ z·exp(z − max), [2, R], all float32."""
-    z_rv = logits_rv.float() * scale
+    z_rv = _z(outputs_rv, scale, cap)
     top_r = z_rv.amax(dim=-1)
     weights_rv = (z_rv - top_r[:, None]).exp()
     return top_r, torch.stack([weights_rv.sum(dim=-1), (weights_rv * z_rv).sum(dim=-1)])
 
 
-def _logits_gradient(logits_rv: Tensor, known_5r: Tensor, column_r: Tensor, scale: float) -> Tensor:
-    """The gradient of the logits, [R, V], in their dtype, without what the other tokens add in their columns.
+def _outputs_gradient(
+    outputs_rv: Tensor, known_5r: Tensor, column_r: Tensor, scale: float, cap: float | None
+) -> Tensor:
+    """The gradient of the outputs, [R, V], in their dtype, without what the other tokens add in their columns.
 
     `known_5r`: normaliser, entropy, and the gradients of the sum of all log-probabilities, of the entropy, and of the
     target's log-probability. `column_r`: the column of the target, negative where another rank has it.
     """
     normaliser, entropy, grad_sum, grad_entropy, grad_target = (known_r[:, None] for known_r in known_5r)
-    log_p = logits_rv.float() * scale - normaliser
+    z_rv = _z(outputs_rv, scale, cap)
+    log_p = z_rv - normaliser
     grad_z = -log_p.exp() * (grad_sum + grad_entropy * (log_p + entropy))
-    hit = torch.arange(logits_rv.shape[1], device=logits_rv.device) == column_r[:, None]
-    grad_rv: Tensor = ((grad_z + torch.where(hit, grad_target, 0.0)) * scale).to(logits_rv.dtype)
-    return grad_rv
+    hit = torch.arange(outputs_rv.shape[1], device=outputs_rv.device) == column_r[:, None]
+    grad_rv: Tensor = (grad_z + torch.where(hit, grad_target, 0.0)) * _slope(z_rv, scale, cap)
+    return grad_rv.to(outputs_rv.dtype)
 
 
 @functools.cache
