@@ -1,4 +1,6 @@
-"""Planted bottlenecks in jobs of real services: `diagnose` names each, and the timeline shows it."""
+"""Planted bottlenecks in jobs of real services: `diagnose` names each, and the timeline shows it.
+
+What is planted takes several seconds of a step, so that it outweighs everything else on a slow machine too."""
 
 import contextlib
 import os
@@ -21,7 +23,7 @@ from millrace.telemetry.spans.kinds import SpanKind
 from millrace.timeline.view import IdleCause, LaneKind
 from tests.e2e.conftest import finished, until
 
-STEPS = 4
+STEPS = 3
 
 
 def diagnosed(client: Client, job: dict[str, Any], cause: IdleCause, first: int = 2) -> DiagnosisView:
@@ -51,10 +53,34 @@ def short(job: dict[str, Any]) -> dict[str, Any]:
     return job
 
 
+@contextlib.contextmanager
+def slowed(pid: int, stopped_s: float) -> Iterator[None]:
+    """The process and those below it run for 10 ms, then stand still for `stopped_s`, over and over."""
+    pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    ended = threading.Event()
+
+    def alternate() -> None:
+        stopped = False
+        while not ended.wait(stopped_s if stopped else 0.01) or stopped:
+            stopped = not stopped
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP if stopped else signal.SIGCONT)
+
+    thread = threading.Thread(target=alternate)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def test_a_slow_reward(client: Client, job: dict[str, Any], tmp_path: Path) -> None:
     reward = "import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-    (tmp_path / "slow.py").write_text(f"{reward}    time.sleep(0.05)\n    return float(len(solution_str) % 2)\n")
+    (tmp_path / "slow.py").write_text(f"{reward}    time.sleep(2.0)\n    return float(len(solution_str) % 2)\n")
     job = short(job)
+    job["schedule"]["prompts_per_step"] = job["rollout"]["samples_per_prompt"] = 2
     job["reward"] = {"function": f"{tmp_path / 'slow.py'}:compute_score", "workers": 1}
     found = diagnosed(client, job, IdleCause.REWARDS)
     assert found.bottleneck is Bottleneck.REWARDS, found.model_dump_json()
@@ -70,45 +96,26 @@ def test_a_slow_reward(client: Client, job: dict[str, Any], tmp_path: Path) -> N
 
 
 @pytest.mark.matrix  # test_a_slow_reward covers the way from the spans to the answer
-def test_a_trainer_that_is_too_slow(client: Client, job: dict[str, Any]) -> None:
+def test_a_trainer_that_is_too_slow(client: Client, job: dict[str, Any], tmp_path: Path) -> None:
+    loss = "import time\nfrom torch import Tensor\ndef slow(*, logprobs_bt: Tensor, advantages_bt: Tensor):\n"
+    (tmp_path / "slow.py").write_text(f"{loss}    time.sleep(4.0)\n    return -logprobs_bt * advantages_bt, {{}}\n")
     job = short(job)
-    job["rollout"]["max_response_tokens"] = 2
-    job["trainer"] |= {"updates_per_step": 8}
+    job["schedule"]["prompts_per_step"] = job["rollout"]["samples_per_prompt"] = 2
+    job["algorithm"] = {"policy_loss": {"name": f"{tmp_path / 'slow.py'}:slow"}}
     found = diagnosed(client, job, IdleCause.TRAINER)
     assert found.bottleneck is Bottleneck.TRAINER, found.model_dump_json()
 
 
 @pytest.mark.matrix  # test_a_slow_reward covers the way from the spans to the answer
-def test_no_staleness_and_a_long_tail(client: Client, job: dict[str, Any]) -> None:
-    """An answer ends at one of some letters: most are short, and a few long."""
+def test_no_staleness_and_a_long_tail(client: Client, job: dict[str, Any], with_transformers: Stack) -> None:
+    """An answer ends at one of some letters: most are short, and a few long. The replica is slow."""
     job["schedule"] |= {"steps": STEPS, "max_staleness": 0}
     job["rollout"] |= {"max_response_tokens": 380, "stop": list("aeiostn")}
     job["rollout"]["engine_options"]["max_num_seqs"] = 64
-    found = diagnosed(client, job, IdleCause.LONG_TAIL)
+    with slowed(with_transformers.pids()["rollout-0"], stopped_s=0.08):
+        found = diagnosed(client, job, IdleCause.LONG_TAIL)
     assert found.bottleneck is Bottleneck.STALENESS_BOUND, found.model_dump_json()
     assert found.findings[0].changes[0].setting == "schedule.max_staleness"
-
-
-@contextlib.contextmanager
-def slowed(pids: list[int]) -> Iterator[None]:
-    """The processes run for a small part of the time only."""
-    ended = threading.Event()
-
-    def alternate() -> None:
-        stopped = False
-        while not ended.wait(0.2 if stopped else 0.01) or stopped:
-            stopped = not stopped
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGSTOP if stopped else signal.SIGCONT)
-
-    thread = threading.Thread(target=alternate)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 @pytest.mark.matrix  # test_a_slow_reward covers the way from the spans to the answer
@@ -130,8 +137,7 @@ def test_one_slow_replica(
 
         until("two replicas that serve", both_serve, 120.0)
         known = {client.fleet().replicas[0].id, client.fleet().replicas[1].id}
-        children = [child.pid for child in psutil.Process(slow.pid).children(recursive=True)]
-        with slowed([slow.pid, *children]):
+        with slowed(slow.pid, stopped_s=0.2):
             first = client.job(job_id).step + 2
             until("two slow steps", lambda: client.job(job_id).step > first + 1, 120.0)
         until("the spans of these steps", lambda: _is_told(client, job_id, first + 1), 60.0)
