@@ -7,10 +7,11 @@ from typing import Any
 from millrace.backends import BACKENDS
 from millrace.errors import InvalidJob, InvalidState
 from millrace.megatron.architectures.shape import ModelShape
-from millrace.memory.ledger import peak
+from millrace.memory.ledger import Phase, peak
 from millrace.memory.prediction import predict
 from millrace.spec import JobSpec, parse
 from millrace.spec.merging import merged
+from millrace.spec.trainer import ROLES
 
 OPTIONS = "trainer.backend_options"
 PLACE = "offload_parameters"
@@ -29,7 +30,7 @@ class Saving:
     field: str
     value: Any
     bytes: float
-    """By how much the peak of the fullest rank falls."""
+    """By how much the peak of the fullest rank falls, in the job or in one phase of it."""
     total: float
     """That peak afterwards."""
 
@@ -38,18 +39,21 @@ class Saving:
         return f"{self.field}: {value}"
 
 
-def savings(spec: JobSpec, shape: ModelShape, ranks: int, tokens: int | None = None) -> list[Saving]:
+def savings(
+    spec: JobSpec, shape: ModelShape, ranks: int, tokens: int | None = None, phase: Phase | None = None
+) -> list[Saving]:
     """Each setting that the job does not have yet and that lowers the peak, the one that saves most first. None of them
-    changes what is trained. `tokens`: of a micro-batch, if not the whole token budget."""
+    changes what is trained. `tokens`: of a micro-batch, if not the whole token budget. `phase`: whose peak is to fall,
+    if not that of the whole job."""
     tokens = tokens or spec.trainer.token_budget
-    before, found = peak(predict(spec, shape, ranks, tokens)).total, []
+    before, found = _peak(spec, shape, ranks, tokens, phase), []
     for field, value in _candidates(spec, tokens):
         changed = _with(spec, field, value)
         if changed is None:
             continue
         try:
             budget = min(tokens, changed.trainer.token_budget)
-            after = peak(predict(changed, shape, ranks, budget)).total
+            after = _peak(changed, shape, ranks, budget, phase)
         except (InvalidState, InvalidJob):
             continue
         if before - after > LEAST * before:
@@ -73,6 +77,11 @@ def together(spec: JobSpec, shape: ModelShape, ranks: int, limit: float) -> tupl
     return chosen, total
 
 
+def _peak(spec: JobSpec, shape: ModelShape, ranks: int, tokens: int, phase: Phase | None) -> float:
+    predicted = predict(spec, shape, ranks, tokens)
+    return (peak(predicted) if phase is None else predicted[phase]).total
+
+
 def _candidates(spec: JobSpec, tokens: int) -> Iterator[tuple[str, Any]]:
     """Settings to try, those of the job's backend only."""
     longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
@@ -87,6 +96,22 @@ def _candidates(spec: JobSpec, tokens: int) -> Iterator[tuple[str, Any]]:
     in_host = spec.trainer.of("reference").backend_options.get(PLACE, False)
     if PLACE in known and spec.algorithm.kl is not None and spec.model.lora is None and not in_host:
         yield f"trainer.reference.backend_options.{PLACE}", True
+    yield from _of_roles(spec, longest)
+
+
+def _of_roles(spec: JobSpec, longest: int) -> Iterator[tuple[str, Any]]:
+    """Values that reference and critic have of their own; others are the policy's."""
+    there = {"reference": spec.algorithm.kl is not None and spec.model.lora is None, "critic": spec.algorithm.critic}
+    for role in (role for role in ROLES if there[role]):
+        own: Any = getattr(spec.trainer, role)
+        budget = own.token_budget or 0
+        if (half := max(budget // 2, longest)) < budget:
+            yield f"trainer.{role}.token_budget", half
+        if getattr(own, "activation_recompute", None) is False:
+            yield f"trainer.{role}.activation_recompute", True
+        for name, value in _options(own.backend_options):
+            if own.backend_options.get(name, value) != value:
+                yield f"trainer.{role}.backend_options.{name}", value
 
 
 def _options(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

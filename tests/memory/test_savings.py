@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.memory.ledger import peak
+from millrace.memory.ledger import Phase, peak
 from millrace.memory.prediction import predict
 from millrace.memory.savings import savings, together
 from tests.memory.jobs import cut, job
@@ -38,6 +38,34 @@ def test_the_token_budget_is_never_proposed_below_the_longest_sequence() -> None
     spec = job(rollout={"max_response_tokens": 12_000})
     proposed = {saving.field: saving.value for saving in savings(spec, SHAPE, 1)}
     assert proposed["trainer.token_budget"] == spec.data.max_prompt_tokens + 12_000 > 16384 // 2
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_saving_of_a_phase_is_of_that_phase(phase: Phase) -> None:
+    before = predict(job(), SHAPE, 1)[phase].total
+    for saving in savings(job(), SHAPE, 1, phase=phase):
+        assert saving.bytes == before - saving.total > 0
+    fields = {saving.field for saving in savings(job(), SHAPE, 1, phase=phase)}
+    assert ("trainer.activation_recompute" in fields) == (phase is Phase.UPDATE)
+
+
+def test_a_role_s_own_values_are_proposed_where_they_cost_most() -> None:
+    """What it has not of its own is the policy's, and proposed there."""
+    critic = {"token_budget": 65_536, "activation_recompute": False, "backend_options": {"offload_optimizer": False}}
+    algorithm = {"advantage": "gae", "critic": {}}
+    spec = job(algorithm=algorithm, critic=critic, activation_recompute=True, options={"offload_optimizer": True})
+    found = {saving.field: saving for saving in savings(spec, SHAPE, 1, phase=Phase.UPDATE)}
+    recomputed = job(
+        algorithm=algorithm,
+        critic={**critic, "activation_recompute": True},
+        activation_recompute=True,
+        options={"offload_optimizer": True},
+    )
+    again = predict(recomputed, SHAPE, 1)[Phase.UPDATE].total
+    assert found["trainer.critic.activation_recompute"].total == again
+    assert {"trainer.critic.token_budget", "trainer.critic.backend_options.offload_optimizer"} <= found.keys()
+    plain = {saving.field for saving in savings(job(algorithm=algorithm), SHAPE, 1)}
+    assert not [field for field in plain if field.startswith("trainer.critic")]
 
 
 def test_settings_are_put_together_until_the_job_fits() -> None:

@@ -87,21 +87,21 @@ class MemoryMeter:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Measures a part of a step. Raises OutOfMemory where the device has no memory left."""
+        """Measures a part of a step, one of `exhausted.WORK`. Raises OutOfMemory where the device has no memory
+        left."""
         phase = PASSES.get(part)
-        if phase is None:
-            yield
-            return
-        self._peak()
-        self._before_pass = self._passing()
+        if phase is not None:
+            self._peak()
+            self._before_pass = self._passing()
         failure: OutOfMemory | None = None
         try:
             yield
         except torch.OutOfMemoryError:
-            failure = exhausted.failure(self, exhausted.WORK[part])
+            failure = exhausted.failure(self, part, phase or Phase.UPDATE)
         if failure is not None:
             raise failure
-        self.measure(phase)
+        if phase is not None:
+            self.measure(phase)
 
     def watched(self, loss: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         """The loss of an update, which also measures activations: it is called when the forward pass of a micro-batch

@@ -85,7 +85,7 @@ class Worker:
             choices.check(spec)
             registry.load_algorithms((kind, choice.name) for kind, choice, _ in choices.chosen(spec.algorithm))
             read_from, self._copies = in_shared_memory(spec)
-        with exhausted.told_at("loading the model", spec, self._world.rank, self._world.size):
+        with exhausted.told_at("loading the model", Phase.LOAD, spec, self._world.rank, self._world.size):
             backend = build(read_from, self._world.device)
             coefficient = KlCoefficient(spec.algorithm.kl_coefficient)
             meter = MemoryMeter(spec, backend, self._world.rank, self._world.size)
@@ -165,7 +165,8 @@ class Worker:
 
     def load(self, request: pb.LoadRequest) -> pb.LoadResponse:
         job, self._job = self._loaded(), None  # no job is loaded until the checkpoint is read completely
-        self._load_checkpoint(job, request.path)
+        with exhausted.told_at("reading a checkpoint", Phase.LOAD, job.spec, self._world.rank, self._world.size):
+            self._load_checkpoint(job, request.path)
         self._job = job
         return pb.LoadResponse(version=job.version)
 
@@ -191,8 +192,8 @@ class Worker:
         rank alone where the others may wait for it."""
         job, ranks = self._loaded(), self._world.size
         with (
-            exhausted.told_at(work, job.spec, self._world.rank, ranks),
-            exhausted.told_by_all(work, job.spec, self._world.device, ranks),
+            exhausted.told_at(work, Phase.PUBLICATION, job.spec, self._world.rank, ranks),
+            exhausted.told_by_all(work, Phase.PUBLICATION, job.spec, self._world.device, ranks),
         ):
             yield job
 

@@ -76,7 +76,7 @@ def train_step(
         spec = spec.model_copy(update={"trainer": spec.trainer.lowered_to(request.token_budget)})
     torch.manual_seed(random_seed(spec, request.step, parallel.rank))
     meter.begin_step(request.step, spec.trainer.token_budget)
-    with clock("fetch"), collectives.fail_together():
+    with collectives.fail_together(), clock("fetch"):
         division = BatchDivision.of(
             request.groups, backend, updates=spec.trainer.updates_per_step, token_budget=spec.trainer.token_budget
         )
@@ -94,7 +94,7 @@ def train_step(
         with _said_what_was_written(updates):
             updates.append(update(spec, backend, batch, number, inputs, request.step, clock))
     train_bt, mask_bt = _of_first_weights(batch, scored, updates[0])
-    with span(SpanKind.REPORT):
+    with span(SpanKind.REPORT), meter.during("report"):
         apart = (train_bt, batch.rollout_bt, mask_bt, batch.sampled_with_bt(request.step - 1), inputs.advantages_bt)
         of_trainer, of_engine, counted, same_bt, advantages_bt = (batch.gather(values_bt) for values_bt in apart)
         lengths, timings = [trajectory.tokens for trajectory in division.trajectories], clock.metrics()

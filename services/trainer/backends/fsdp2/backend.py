@@ -30,7 +30,6 @@ from services.trainer.backends.fsdp2.critic import Fsdp2Critic
 from services.trainer.backends.fsdp2.flops import sequence_cost
 from services.trainer.backends.fsdp2.logits import token_scores
 from services.trainer.backends.fsdp2.model import Sharding, decoder_layers, load_config, policy
-from services.trainer.backends.fsdp2.offload.activations import ActivationOffload
 from services.trainer.backends.fsdp2.published import export, shards
 from services.trainer.backends.fsdp2.published.parts import parts
 from services.trainer.backends.fsdp2.sequence_parallel import RankTokens, SequenceGroup, divide_ranks, group_of_role
@@ -113,7 +112,7 @@ class Fsdp2Backend(ShardedModel):
         )
         self._chunked = self._scores_in_chunks(options.logprob_chunk_tokens, reference.logprob_chunk_tokens)
         if options.offload_activations:
-            ActivationOffload(device).install(self._model, decoder_layers(self._model))
+            self.offload_activations(decoder_layers(self._model))
         self.parameters = sum(parameter.numel() for parameter in self._trained.values())
         self.cost = sequence_cost(config, self._model)
         self.critic: Fsdp2Critic | None = None

@@ -25,7 +25,6 @@ from services.trainer.backends.fsdp2.model import (
     load_config,
     shard_model,
 )
-from services.trainer.backends.fsdp2.offload.activations import ActivationOffload
 from services.trainer.backends.fsdp2.published import export
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel
 from services.trainer.checkpoints.value_head import FIELD, config_changes, stored_head
@@ -72,8 +71,6 @@ class Fsdp2Critic(ShardedModel):
         module: Any = shard_model(build, folder, sharding, "model", lambda built: _fill_head(built, folder))
         if spec.trainer.activation_recompute:
             module.model.gradient_checkpointing_enable({"use_reentrant": False})
-        if options.offload_activations:
-            ActivationOffload(torch.device(sharding.mesh.device_type)).install(module, decoder_layers(module))
         self.folder = Path(source.path)
         self.cost = sequence_cost(config, module.model, module.score)
         self.config: Mapping[str, object] = config_changes(config.architectures)
@@ -87,6 +84,8 @@ class Fsdp2Critic(ShardedModel):
             offload_optimizer=options.offload_optimizer,
             adds_up_late=sharding.adds_up_late,
         )
+        if options.offload_activations:
+            self.offload_activations(decoder_layers(module))
 
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """A sharded module with its AdamW: the common part of policy and critic."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from millrace.memory.ledger import Part
 from millrace.spec.trainer import Optimizer
+from services.trainer.backends.fsdp2.offload.activations import ActivationOffload
 from services.trainer.backends.fsdp2.offload.host_adamw import HostAdamW
 from services.trainer.protocol.local_tensors import NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch
@@ -89,6 +90,7 @@ class ShardedModel:
         self._frozen: list[Tensor] = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._device = device
         self._adds_up_late = adds_up_late
+        self._activations: ActivationOffload | None = None
         kind = HostAdamW if offload_optimizer else DeviceAdamW
         self._optimizer: HostAdamW | DeviceAdamW = kind(self._trained, chosen)
         self.updates = 0
@@ -100,6 +102,11 @@ class ShardedModel:
             if self._adds_up_late:
                 self._model.set_requires_all_reduce(number == len(microbatches))
             yield batch
+
+    def offload_activations(self, layers: Iterable[nn.Module]) -> None:
+        """Later passes keep in host memory what the module saves; `layers` as in `ActivationOffload.install`."""
+        self._activations = ActivationOffload(self._device)
+        self._activations.install(self._model, layers)
 
     def gradient_norm(self) -> float:
         gradients = [parameter.grad for parameter in self._trained.values() if parameter.grad is not None]
@@ -124,6 +131,8 @@ class ShardedModel:
 
     def abandon_pass(self) -> None:
         reset_sharding(self._model)
+        if self._activations is not None:
+            self._activations.forget()
         self.zero_gradients()
         if not self.updates:
             self._optimizer.prepare(0)  # as checkpoints have it: no moments before the first update

@@ -1,5 +1,6 @@
 """A rank that has no memory left: what it says, and the same step again with half the token budget."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import torch
 from millrace.errors import InvalidState, OutOfMemory, PartialOutOfMemory
 from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.backends.fsdp2.backend import Fsdp2Backend
+from services.trainer.backends.fsdp2.offload import activations
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.ranks.world import World
 from services.trainer.service.worker import Worker
+from services.trainer.step import step
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import job_spec, random_groups, refs
 
@@ -146,6 +149,76 @@ def test_the_error_says_what_held_the_memory_and_what_would_help(
     assert fix.count("saves about") == 2 and "trainer.backend_options.offload_parameters: true" in fix
     assert "trainer.on_out_of_memory: halve_budget" in fix
     assert raised.value.__context__ is None and "Traceback" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "work", "kind"),
+    [
+        ("RankBatch", "putting a batch on the device", OutOfMemory),
+        ("make_loss_inputs", "computing advantages", OutOfMemory),
+        ("mismatch_by_part", "gathering what the step reports", PartialOutOfMemory),
+    ],
+)
+def test_every_part_of_a_step_is_told(
+    place: str,
+    work: str,
+    kind: type[OutOfMemory],
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    tied_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*arguments: Any, **named: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    rank = Rank(control, served, tied_model)
+    with monkeypatch.context() as patch:
+        patch.setattr(step, place, fail)
+        with pytest.raises(OutOfMemory, match=f"rank 0 ran out of memory in {work}, step 1") as raised:
+            rank.step(1)
+    assert type(raised.value) is kind and "weights" in raised.value.what
+    if kind is OutOfMemory:
+        assert rank.step(1)["batch/token_budget"] == BUDGET
+
+
+@pytest.mark.parametrize(
+    ("part", "sizes"), [("ref", "with a token budget of 256"), ("values", "with a token budget of 512")]
+)
+def test_what_a_role_computed_is_told_with_its_own_budget(
+    part: str,
+    sizes: str,
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    tied_model: Path,
+) -> None:
+    trainer = {"reference": {"token_budget": 2 * BUDGET}, "critic": {"token_budget": 4 * BUDGET}}
+    algorithm = {"kl": "k3", "advantage": "gae", "critic": {}}
+    meter = Rank(control, served, tied_model, algorithm=algorithm, trainer=trainer).worker._loaded().meter
+    with pytest.raises(OutOfMemory, match=sizes), meter.during(part):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    meter.token_budget = BUDGET // 2
+    with pytest.raises(OutOfMemory, match=r"with a token budget of (128|256)\."), meter.during(part):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_offloaded_activations_of_a_failed_pass_are_freed(
+    place: str,
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    tied_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(activations, "SMALLEST_BYTES", 0)
+    rank = Rank(control, served, tied_model, trainer={"backend_options": {"offload_activations": True}})
+    limit_tokens(monkeypatch, rank, BUDGET // 2, place)
+    with pytest.raises(OutOfMemory):
+        rank.step(1)
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is activations._SavedStorage]
 
 
 def test_after_an_update_of_the_step_the_weights_are_given_up(

@@ -131,6 +131,10 @@ class ActivationOffload:
         self._weights: set[int] = set()
         self._saving = False
 
+    def forget(self) -> None:
+        """Frees what a forward pass has saved whose backward pass does not come."""
+        self._forward = _ForwardPass()
+
     def install(self, module: Any, layers: Iterable[nn.Module]) -> None:
         """Every later forward pass of the module with gradients is offloaded. `layers` are its parts that run one after
         the other. In a module sharded by FSDP they are what is gathered as a unit."""
