@@ -1,14 +1,18 @@
-"""The moments of Megatron's optimizers, before and after the first update."""
+"""The moments of Megatron's optimizers, before and after the first update.
 
+Each check runs in a process of its own, which alone imports Megatron: on the host it changes torch for all.
+"""
+
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.nn import Parameter
 
-from services.trainer.backends.megatron.optimizer import master_weights
-from services.trainer.backends.megatron.optimizer.master_weights import OwnedRange
+from tests.forked import CONTEXT
 
 
 def optimizer() -> tuple[list[Parameter], torch.optim.AdamW]:
@@ -18,7 +22,10 @@ def optimizer() -> tuple[list[Parameter], torch.optim.AdamW]:
     return parameters, torch.optim.AdamW(parameters, lr=0.1)
 
 
-def test_moments_made_before_the_first_update_change_nothing_of_it() -> None:
+def made_before_the_first_update_they_change_nothing_of_it() -> None:
+    from services.trainer.backends.megatron.optimizer import master_weights
+    from services.trainer.backends.megatron.optimizer.master_weights import OwnedRange
+
     (plain, by_itself), (parameters, prepared) = optimizer(), optimizer()
     part: Any = SimpleNamespace(optimizer=prepared)
     master_weights.make_moments(part)
@@ -34,10 +41,12 @@ def test_moments_made_before_the_first_update_change_nothing_of_it() -> None:
         assert torch.equal(mine, other)
 
 
-def test_without_memory_for_all_moments_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_memory_for_all_there_are_none() -> None:
+    from services.trainer.backends.megatron.optimizer import master_weights
+
     parameters, prepared = optimizer()
     part: Any = SimpleNamespace(optimizer=prepared)
-    own, calls = torch.zeros_like, []
+    own, calls = torch.zeros_like, list[torch.Tensor]()
 
     def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
         calls.append(tensor)
@@ -45,9 +54,20 @@ def test_without_memory_for_all_moments_there_are_none(monkeypatch: pytest.Monke
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return own(tensor)
 
-    monkeypatch.setattr(torch, "zeros_like", zeros_like)
-    with pytest.raises(torch.OutOfMemoryError):
+    with patch.object(torch, "zeros_like", zeros_like):
+        with pytest.raises(torch.OutOfMemoryError):
+            master_weights.make_moments(part)
+        assert not prepared.state
         master_weights.make_moments(part)
-    assert not prepared.state
-    master_weights.make_moments(part)
     assert len(prepared.state) == len(parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "check", [made_before_the_first_update_they_change_nothing_of_it, without_memory_for_all_there_are_none]
+)
+def test_moments(check: Callable[[], None]) -> None:
+    process = CONTEXT.Process(target=check)
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
