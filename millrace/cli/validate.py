@@ -72,11 +72,9 @@ def validate(
         return print_json(checked)
     if memory:
         notes = [*notes, *_memory(hub.local(checked), gpu_memory, trainer_gpus, engine)]
-    notes = [*notes, *map(str, advice(checked))]
-    if trainer_gpus is not None:
-        notes = [*notes, *map(str, hosts.warnings(checked, trainer_gpus, gpus_per_host))]
-    for note in notes:
-        people().print(note, markup=False)
+    across = [] if trainer_gpus is None else hosts.warnings(checked, trainer_gpus, gpus_per_host)
+    for note in (*notes, *advice(checked), *across):
+        people().print(str(note), markup=False)
     checked_parts = "the fields are valid" if fields_only else "the fields are valid; model, data and reward are usable"
     people().print(f"{spec}: {checked_parts}.", markup=False)
 

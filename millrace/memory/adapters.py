@@ -65,8 +65,8 @@ def adapter_parameters(shape: ModelShape, lora: Lora) -> float:
 
 
 def active_adapter_parameters(shape: ModelShape, lora: Lora) -> float:
-    """Those that multiply each token: of routed experts only the ones that a token is sent to count. Raises InvalidJob
-    as `adapter_layers`."""
+    """Number of parameters of the adapters that multiply each token: of routed experts only those that a token is sent
+    to. Raises InvalidJob as `adapter_layers`."""
     layers, experts = adapter_layers(shape, lora), shape.experts
     share = 0.0 if experts is None else experts.per_token / experts.count
     return sum(layer.dense + share * layer.experts for layer in layers) + _of_head(shape, lora)
@@ -112,7 +112,7 @@ def _adapted_layers(shape: ModelShape, choice: _Choice) -> tuple[tuple[_Adapted,
 
 
 def _adapted(shape: ModelShape, layer: int, choice: _Choice) -> Iterator[_Adapted]:
-    """Those of one layer without its routed experts."""
+    """The adapted matrices of one layer without its routed experts."""
     prefix, names = shape.names.layer.format(layer=layer), shape.names
     shared = "shared_" if shape.experts is not None and shape.has_experts(layer) else ""
     for name, matrix in linear_layers(shape, layer).items():

@@ -53,9 +53,9 @@ class Ledger:
     """Bytes by part."""
 
     device: Mapping[Part, float]
-    """On the rank's device."""
+    """What lies on the rank's device."""
     host: Mapping[Part, float] = field(default_factory=dict)
-    """In host memory because the job offloads it, or keeps there what it published."""
+    """What lies in host memory because the job offloads it, or keeps there what it published."""
 
     @property
     def total(self) -> float:

@@ -205,8 +205,7 @@ class StageMemory:
         kept, again = self.activations()
         yield Ledger({Part.ACTIVATIONS: kept + again})
         if self.has_head and not self.shape.value_head:
-            frozen = self.spec.model.lora is not None
-            logits = head_bytes(self.rows, self.shape.hidden, self.chunk, self.element, frozen=frozen)
+            logits = head_bytes(self.rows, self.shape.hidden, self.chunk, self.element, frozen=self.adapted)
             yield Ledger({Part.ACTIVATIONS: kept, Part.LOGITS: logits})
 
     def forward(self) -> Ledger:

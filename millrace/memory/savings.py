@@ -30,9 +30,9 @@ class Saving:
     field: str
     value: Any
     bytes: float
-    """By how much the peak of the fullest rank falls, in the job or in one phase of it."""
+    """The bytes by which the peak of the fullest rank falls, in the job or in one phase of it."""
     total: float
-    """That peak afterwards."""
+    """The peak that is left, bytes."""
 
     def __str__(self) -> str:
         value = str(self.value).lower() if isinstance(self.value, bool) else self.value

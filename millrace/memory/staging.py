@@ -36,9 +36,9 @@ def sender_bytes(spec: JobSpec, shape: ModelShape) -> float:
 
 
 def snapshot_bytes(spec: JobSpec, shape: ModelShape, ranks: int) -> float:
-    """In host memory of one of the trainer's `ranks`: the messages that it sent last, where only what changed is sent.
-    For one replica; with more, at most as many times as the trainer has ranks for each worker of a replica. An adapter
-    travels whole."""
+    """Bytes in host memory of one of the trainer's `ranks`: the messages that it sent last, where only what changed is
+    sent. They are for one replica; with more, at most as many times as the trainer has ranks for each worker of a
+    replica. An adapter travels whole."""
     if spec.publication.path != "delta" or (spec.model.lora is not None and not spec.model.lora.merge):
         return 0.0
     return published_bytes(spec, shape) / ranks
