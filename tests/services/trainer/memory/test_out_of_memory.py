@@ -9,44 +9,11 @@ import pytest
 import torch
 
 from millrace.errors import InvalidState, OutOfMemory, PartialOutOfMemory
-from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.backends.fsdp2.backend import Fsdp2Backend
 from services.trainer.backends.fsdp2.offload import activations
 from services.trainer.protocol.microbatch import MicroBatch
-from services.trainer.publication.sender import Sender
-from services.trainer.ranks.event_loop import ControlThread
-from services.trainer.ranks.world import World
-from services.trainer.service.worker import Worker
 from services.trainer.step import step
-from tests.services.trainer.coordinator import ScriptedCoordinator
-from tests.services.trainer.groups import job_spec, random_groups, refs
-
-BUDGET = 128
-Weights = dict[str, torch.Tensor]
-
-
-class Rank:
-    """The only rank of a trainer, with a job."""
-
-    def __init__(self, control: ControlThread, served: ScriptedCoordinator, model: Path, **parts: Any) -> None:
-        nothing: Any = None
-        world = World(0, 1, "localhost", torch.device("cpu"), ("localhost", 0), None)
-        self.served = served
-        self.worker = Worker(world, control, Sender(0, "trainer-1"), nothing)
-        trainer = {"token_budget": BUDGET, "optimizer": {"lr": 1e-3}, **parts.pop("trainer", {})}
-        spec = job_spec(model, trainer=trainer, **parts)
-        self.worker.configure(pb.ConfigureTrainerRequest(job_id="job-1", spec=spec.model_dump_json()))
-
-    def step(self, number: int, budget: int = 0) -> dict[str, float]:
-        groups = self.served.script.groups = random_groups(4, 4, seed=number)
-        request = pb.StepRequest(
-            job_id="job-1", step=number, groups=refs(groups), work_address=self.served.address, token_budget=budget
-        )
-        return dict(self.worker.step(request).metrics)
-
-    def weights(self) -> Weights:
-        backend = self.worker._loaded().backend
-        return {info.name: tensor.clone() for info, tensor in backend.export("float32") if tensor is not None}
+from tests.services.trainer.memory.rank import BUDGET, Rank
 
 
 def _before(model: Any, fail: Callable[[], None]) -> None:
@@ -106,17 +73,15 @@ def limit_tokens(monkeypatch: pytest.MonkeyPatch, rank: Rank, tokens: int, place
 def test_the_step_again_with_half_the_budget_is_as_if_it_had_been_half_from_the_start(
     parts: dict[str, Any],
     place: str,
-    one_rank: torch.device,
-    control: ControlThread,
-    served: ScriptedCoordinator,
+    new_rank: Callable[..., Rank],
     tied_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bit for bit: nothing of the failed attempt is counted, and nothing of it is left."""
-    plain = Rank(control, served, tied_model, **parts)
+    plain = new_rank(tied_model, **parts)
     metrics = [plain.step(number, BUDGET // 2) for number in (1, 2)]
     expected = plain.weights()
-    rank = Rank(control, served, tied_model, **parts)
+    rank = new_rank(tied_model, **parts)
     limit_tokens(monkeypatch, rank, BUDGET // 2, place)
     with pytest.raises(OutOfMemory) as raised:
         rank.step(1)
@@ -130,13 +95,11 @@ def test_the_step_again_with_half_the_budget_is_as_if_it_had_been_half_from_the_
 
 
 def test_the_error_says_what_held_the_memory_and_what_would_help(
-    one_rank: torch.device,
-    control: ControlThread,
-    served: ScriptedCoordinator,
+    new_rank: Callable[..., Rank],
     tied_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rank = Rank(control, served, tied_model)
+    rank = new_rank(tied_model)
     rank.step(1)
     limit_tokens(monkeypatch, rank, BUDGET // 2, "before")
     with pytest.raises(OutOfMemory) as raised:
@@ -163,16 +126,14 @@ def test_every_part_of_a_step_is_told(
     place: str,
     work: str,
     kind: type[OutOfMemory],
-    one_rank: torch.device,
-    control: ControlThread,
-    served: ScriptedCoordinator,
+    new_rank: Callable[..., Rank],
     tied_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*arguments: Any, **named: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    rank = Rank(control, served, tied_model)
+    rank = new_rank(tied_model)
     with monkeypatch.context() as patch:
         patch.setattr(step, place, fail)
         with pytest.raises(OutOfMemory, match=f"rank 0 ran out of memory in {work}, step 1") as raised:
@@ -188,14 +149,12 @@ def test_every_part_of_a_step_is_told(
 def test_what_a_role_computed_is_told_with_its_own_budget(
     part: str,
     sizes: str,
-    one_rank: torch.device,
-    control: ControlThread,
-    served: ScriptedCoordinator,
+    new_rank: Callable[..., Rank],
     tied_model: Path,
 ) -> None:
     trainer = {"reference": {"token_budget": 2 * BUDGET}, "critic": {"token_budget": 4 * BUDGET}}
     algorithm = {"kl": "k3", "advantage": "gae", "critic": {}}
-    meter = Rank(control, served, tied_model, algorithm=algorithm, trainer=trainer).worker._loaded().meter
+    meter = new_rank(tied_model, algorithm=algorithm, trainer=trainer).worker._loaded().meter
     with pytest.raises(OutOfMemory, match=sizes), meter.during(part):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     meter.token_budget = BUDGET // 2
@@ -206,14 +165,12 @@ def test_what_a_role_computed_is_told_with_its_own_budget(
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_offloaded_activations_of_a_failed_pass_are_freed(
     place: str,
-    one_rank: torch.device,
-    control: ControlThread,
-    served: ScriptedCoordinator,
+    new_rank: Callable[..., Rank],
     tied_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(activations, "SMALLEST_BYTES", 0)
-    rank = Rank(control, served, tied_model, trainer={"backend_options": {"offload_activations": True}})
+    rank = new_rank(tied_model, trainer={"backend_options": {"offload_activations": True}})
     limit_tokens(monkeypatch, rank, BUDGET // 2, place)
     with pytest.raises(OutOfMemory):
         rank.step(1)
@@ -222,14 +179,12 @@ def test_offloaded_activations_of_a_failed_pass_are_freed(
 
 
 def test_after_an_update_of_the_step_the_weights_are_given_up(
-    one_rank: torch.device,
-    control: ControlThread,
-    served: ScriptedCoordinator,
+    new_rank: Callable[..., Rank],
     tied_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first of two updates was written: the step cannot be repeated."""
-    rank = Rank(control, served, tied_model, trainer={"updates_per_step": 2})
+    rank = new_rank(tied_model, trainer={"updates_per_step": 2})
     backend: Any = rank.worker._loaded().backend
     update = backend.forward_backward
     calls: list[int] = []
@@ -248,14 +203,12 @@ def test_after_an_update_of_the_step_the_weights_are_given_up(
 
 
 def test_the_budget_of_the_reference_is_lowered_with_the_policys(
-    one_rank: torch.device,
-    control: ControlThread,
-    served: ScriptedCoordinator,
+    new_rank: Callable[..., Rank],
     tied_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainer = {"reference": {"token_budget": 2 * BUDGET}}
-    rank = Rank(control, served, tied_model, algorithm={"kl": "k3"}, trainer=trainer)
+    rank = new_rank(tied_model, algorithm={"kl": "k3"}, trainer=trainer)
     backend: Any = rank.worker._loaded().backend
     own, tokens = backend.logprobs, list[int]()
 

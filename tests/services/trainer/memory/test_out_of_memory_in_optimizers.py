@@ -11,9 +11,7 @@ from torch.distributed.tensor import DTensor
 from millrace.errors import InvalidState, OutOfMemory, PartialOutOfMemory
 from services.trainer.backends.fsdp2.offload import host_adamw
 from services.trainer.backends.fsdp2.offload.host_adamw import HostAdamW
-from services.trainer.ranks.event_loop import ControlThread
-from tests.services.trainer.coordinator import ScriptedCoordinator
-from tests.services.trainer.memory.test_out_of_memory import BUDGET, Rank
+from tests.services.trainer.memory.rank import BUDGET, Rank
 
 PPO = {"preset": "ppo", "kl": None}
 ON_HOST = {"backend_options": {"offload_optimizer": True}}
@@ -36,14 +34,12 @@ def failing_at(call: int, own: Callable[..., Any], counts: Callable[..., bool] =
 @pytest.mark.parametrize("learner", ["actor", "critic"])
 def test_an_optimizer_that_may_have_written_weights_costs_them(
     learner: str,
-    one_rank: torch.device,
-    control: ControlThread,
-    served: ScriptedCoordinator,
+    new_rank: Callable[..., Rank],
     untied_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The critic's is the first of the step, the policy's comes after it."""
-    rank = Rank(control, served, untied_model, algorithm=PPO)
+    rank = new_rank(untied_model, algorithm=PPO)
     backend: Any = rank.worker._loaded().backend
     model = backend if learner == "actor" else backend.critic
     monkeypatch.setattr(model._optimizer, "step", failing_at(1, model._optimizer.step))
@@ -54,14 +50,12 @@ def test_an_optimizer_that_may_have_written_weights_costs_them(
 
 
 def test_so_does_one_in_host_memory_of_which_some_parts_are_done(
-    one_rank: torch.device,
-    control: ControlThread,
-    served: ScriptedCoordinator,
+    new_rank: Callable[..., Rank],
     tied_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host_adamw, "PART_BYTES", 1)
-    rank = Rank(control, served, tied_model, trainer=ON_HOST)
+    rank = new_rank(tied_model, trainer=ON_HOST)
     monkeypatch.setattr(HostAdamW, "_update", failing_at(3, HostAdamW._update))
     before = rank.weights()
     backend: Any = rank.worker._loaded().backend
@@ -85,18 +79,16 @@ MOMENTS: dict[str, tuple[str, Callable[..., bool], dict[str, Any]]] = {
 def test_without_memory_for_the_first_moments_the_step_is_repeated_as_if_nothing_had_been(
     algorithm: dict[str, Any],
     place: str,
-    one_rank: torch.device,
-    control: ControlThread,
-    served: ScriptedCoordinator,
+    new_rank: Callable[..., Rank],
     untied_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bit for bit. Memory runs out between the two moments of a weight, with a critic after all of its moments."""
     function, counts, trainer = MOMENTS[place]
-    plain = Rank(control, served, untied_model, algorithm=algorithm, trainer=trainer)
+    plain = new_rank(untied_model, algorithm=algorithm, trainer=trainer)
     metrics = [plain.step(number, BUDGET // 2) for number in (1, 2)]
     expected = plain.weights()
-    rank = Rank(control, served, untied_model, algorithm=algorithm, trainer=trainer)
+    rank = new_rank(untied_model, algorithm=algorithm, trainer=trainer)
     backend: Any = rank.worker._loaded().backend
     moments = 2 * len(backend.critic._trained) if algorithm else 0
     with monkeypatch.context() as patched:

@@ -1,16 +1,14 @@
 """A rank that has no memory left in a publication: what is said, and the next publication succeeds."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from millrace.errors import OutOfMemory, PublicationFailed
-from services.trainer.ranks.event_loop import ControlThread
 from tests.services.trainer.backends.megatron.launch import launch
-from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.memory.publications import GATHERED, SHARDED, Publications, without_memory
-from tests.services.trainer.memory.test_out_of_memory import Rank
+from tests.services.trainer.memory.rank import Rank
 
 PHASES = {
     "describe": "describing what is published",
@@ -28,14 +26,12 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_error_says_what_was_done_and_the_next_publication_succeeds(
     phase: str,
-    one_rank: torch.device,
-    control: ControlThread,
-    served: ScriptedCoordinator,
+    new_rank: Callable[..., Rank],
     tied_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where tensors are gathered the rank is alone with its failure, and the error is of another kind."""
-    publications = Publications(Rank(control, served, tied_model).worker)
+    publications = Publications(new_rank(tied_model).worker)
     kind, path = (OutOfMemory, GATHERED) if phase == "gather" else (PublicationFailed, SHARDED)
     with monkeypatch.context() as patch:
         without_memory(patch, phase, publications.rank)
