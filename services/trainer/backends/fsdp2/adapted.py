@@ -16,11 +16,11 @@ from services.trainer.protocol.adapter import (
     LORA_B,
     MAGNITUDE,
     AdapterSettings,
+    is_adapter,
     merged,
     stored_name,
     tensor_name,
 )
-from services.trainer.protocol.adapter import is_adapter as is_adapter
 from services.trainer.protocol.published import Published
 
 BASE = ".base_layer."

@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from millrace.spec.lora import Lora
 from millrace.spec.model import Model
-from services.trainer.backends.fsdp2.adapted import BASE, is_adapter
+from services.trainer.backends.fsdp2.adapted import BASE
 from services.trainer.backends.fsdp2.layer_choice import choose_layers, stored_layers
 from services.trainer.backends.fsdp2.loading.folder import ModelFolder
 from services.trainer.backends.fsdp2.loading.local import LocalPart
 from services.trainer.backends.fsdp2.model import FIELD as MODEL_FIELD
 from services.trainer.backends.fsdp2.model import Sharding, build_unfilled, shard_model
 from services.trainer.backends.lora import first_a, stored_values, target_names
-from services.trainer.protocol.adapter import LORA_A, MAGNITUDE, stored_name
+from services.trainer.protocol.adapter import LORA_A, MAGNITUDE, is_adapter, stored_name
 
 PLAIN = "model"
 """Name of the whole model in the module that PEFT sees."""

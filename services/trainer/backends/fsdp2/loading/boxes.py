@@ -9,9 +9,10 @@ from transformers import PreTrainedModel
 
 from millrace.weights.loader.stored import stored_tensors, views
 from millrace.weights.plans.views import ViewedBox, viewed_box
-from services.trainer.backends.fsdp2.adapted import BASE, is_adapter
+from services.trainer.backends.fsdp2.adapted import BASE
 from services.trainer.backends.fsdp2.loading.local import LocalPart
 from services.trainer.checkpoints.model_files import ModelFiles
+from services.trainer.protocol.adapter import is_adapter
 
 
 @dataclass(frozen=True)

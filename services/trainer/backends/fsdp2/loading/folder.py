@@ -19,10 +19,11 @@ from millrace.checkpoints.source import checkpoint_folder
 from millrace.data import quantization
 from millrace.errors import InvalidJob
 from millrace.spec.model import Model
-from services.trainer.backends.fsdp2.adapted import BASE, is_adapter
+from services.trainer.backends.fsdp2.adapted import BASE
 from services.trainer.backends.fsdp2.loading import boxes
 from services.trainer.backends.fsdp2.loading.buffers import computed_buffers
 from services.trainer.checkpoints.model_files import ModelFiles, readable
+from services.trainer.protocol.adapter import is_adapter
 from services.trainer.ranks import collectives
 
 FIX = "give a model of an architecture that this release of transformers knows, or install a newer one."

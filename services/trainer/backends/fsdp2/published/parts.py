@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
-from services.trainer.backends.fsdp2.adapted import gathered, is_adapter, local
+from services.trainer.backends.fsdp2.adapted import gathered, local
 from services.trainer.backends.fsdp2.published import export, shards
-from services.trainer.protocol.adapter import LORA_B, AdapterSettings, stored_name
+from services.trainer.protocol.adapter import LORA_B, AdapterSettings, is_adapter, stored_name
 from services.trainer.protocol.published import Published
 
 
