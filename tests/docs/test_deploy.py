@@ -81,8 +81,8 @@ def test_git_and_images_leave_out_the_settings_with_the_token() -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
-def test_the_line_of_the_readme_makes_settings_with_a_token(tmp_path: Path) -> None:
-    (line,) = re.findall(r"^\(umask 077; .*?\)(?=  )", (ROOT / "README.md").read_text(), re.MULTILINE)
+def test_the_line_of_the_page_makes_settings_with_a_token(tmp_path: Path) -> None:
+    (line,) = re.findall(r"^\(umask 077; .*?\)(?=  )", (ROOT / "docs/running.md").read_text(), re.MULTILINE)
     assert line in (ROOT / ".env.example").read_text()
     shutil.copy(ROOT / ".env.example", tmp_path)
     subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True)
