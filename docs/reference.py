@@ -173,10 +173,19 @@ def _environments() -> Iterator[str]:
 
 
 def _engines() -> str:
-    rows = ["| engine | example | options that a job cannot set, and the field to set instead |", "|---|---|---|"]
+    head = "| engine | example | options that a job cannot set, and the field to set instead | not built yet |"
+    rows = [head, "|---|---|---|---|"]
     for name, engine in ENGINES.items():
         reserved = [f"`{each}`" + (f" (`{field}`)" if field else "") for each, field in engine.reserved_options.items()]
-        rows.append(_row(f"`{name}`", f"`{_yaml(dict(engine.options_example))}`", ", ".join(reserved) or "none"))
+        unbuilt = ", ".join(f"`{each}`" for each in engine.unbuilt_options)
+        rows.append(
+            _row(
+                f"`{name}`",
+                f"`{_yaml(dict(engine.options_example))}`",
+                ", ".join(reserved) or "none",
+                unbuilt or "none",
+            )
+        )
     return "## `rollout.engine_options`\n\n" + "\n".join(rows)
 
 

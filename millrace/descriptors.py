@@ -34,6 +34,8 @@ class EngineDescriptor:
     reserved_options: Mapping[str, str] = field(default_factory=dict)
     """Options of the engine that a job cannot set: the field of the job with the same effect, or empty where the
     replica itself sets the option."""
+    unbuilt_options: Mapping[str, str] = field(default_factory=dict)
+    """Options of the engine that replicas cannot run with yet, each with the reason. Pools of judges may use them."""
     unreserved_options: frozenset[str] = frozenset()
     """Options that another engine reserves and this one takes."""
     size_options: tuple[str, ...] = ()

@@ -22,12 +22,15 @@ def mistakes_of(engine_options: Mapping[str, Any]) -> Iterator[Mistake]:
         if name in ENGINES:
             reserved = ENGINES[name].reserved_options
             yield from (reserved_option(f"{name}.{each}", reserved[each]) for each in value if each in reserved)
+            found = (unbuilt_option(ENGINES[name], each, inner, f"{name}.") for each, inner in value.items())
+            yield from (mistake for mistake in found if mistake is not None)
         elif isinstance(value, Mapping) and (near := closest(name, ENGINE_NAMES)) is not None:
             fix = f"did you mean `{near}`? The engines are {', '.join(ENGINE_NAMES)}."
             yield Mistake(f"{FIELD}.{name}", "there is no such engine", fix)
         elif not any(name in engine.unreserved_options for engine in ENGINES.values()):
             instead = (e.reserved_options[name] for e in ENGINES.values() if name in e.reserved_options)
-            yield from (reserved_option(name, field) for field in list(instead)[:1])
+            unbuilt = (unbuilt_option(engine, name, value) for engine in ENGINES.values())
+            yield from [*(reserved_option(name, field) for field in instead), *filter(None, unbuilt)][:1]
 
 
 def reserved_option(option: str, instead: str, field: str = FIELD) -> Mistake:
@@ -35,6 +38,14 @@ def reserved_option(option: str, instead: str, field: str = FIELD) -> Mistake:
     same effect; empty where there is none."""
     fix = f"set {instead} instead." if instead else "remove it: the replica sets it."
     return Mistake(f"{field}.{option}", "a job cannot set this option", fix)
+
+
+def unbuilt_option(engine: EngineDescriptor, option: str, value: Any, below: str = "") -> Mistake | None:
+    """The mistake of switching on an option of `engine` that replicas cannot run with yet; None if it is off or
+    another. `below` is the path from FIELD to the option."""
+    if not value or option not in engine.unbuilt_options:
+        return None
+    return wrong_value(f"{FIELD}.{below}{option}", value, engine.unbuilt_options[option], "leave it out.")
 
 
 def unknown_engine(field: str, name: str) -> Mistake:

@@ -1,7 +1,18 @@
 """SGLang. Its options are `ServerArgs`; the engine is in `services/rollout/engines/sglang`."""
 
 from millrace.descriptors import EngineDescriptor
+from millrace.engines.vllm import EXPERTS_MOVE, NO_DRAFT_WEIGHTS
 from millrace.software import TESTED_TORCH, Software
+
+MOVING_EXPERTS = (
+    "enable_eplb",
+    "ep_num_redundant_experts",
+    "init_expert_location",
+    "ep_dispatch_algorithm",
+    "elastic_ep_backend",
+    "enable_elastic_expert_backup",
+)
+"""Options by which an expert does not stay where SGLang's loader puts it, or lies in several places."""
 
 DESCRIPTOR = EngineDescriptor(
     software=Software(
@@ -42,7 +53,6 @@ DESCRIPTOR = EngineDescriptor(
         "nnodes": "",
         "node_rank": "",
         "dist_init_addr": "",
-        "speculative_algorithm": "",
         "disaggregation_mode": "",
         "enable_lora": "model.lora",
         "max_lora_rank": "model.lora.rank",
@@ -52,6 +62,10 @@ DESCRIPTOR = EngineDescriptor(
         "max_loaded_loras": "",
         "enable_lora_overlap_loading": "",
         "experts_shared_outer_loras": "",
+    },
+    unbuilt_options={
+        **dict.fromkeys(("speculative_algorithm", "speculative_draft_model_path"), NO_DRAFT_WEIGHTS),
+        **dict.fromkeys(MOVING_EXPERTS, EXPERTS_MOVE),
     },
     unreserved_options=frozenset({"enable_return_routed_experts"}),
     size_options=("tp_size",),

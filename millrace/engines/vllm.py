@@ -31,6 +31,9 @@ SET_BY_REPLICAS = (
 )
 """Options that a replica sets itself, whether it generates or scores, and that no field of a job has instead."""
 
+NO_DRAFT_WEIGHTS = "publications do not reach the weights of a draft model, which would stay random"
+EXPERTS_MOVE = "experts would move or multiply after the replica learned where each of them lies"
+
 DESCRIPTOR = EngineDescriptor(
     software=Software(
         title="vLLM",
@@ -77,6 +80,10 @@ DESCRIPTOR = EngineDescriptor(
         "enable_tower_connector_lora": "",
         "enable_mixed_moe_lora_format": "",
         "enable_moe_shared_loras": "",
+    },
+    unbuilt_options={
+        **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), NO_DRAFT_WEIGHTS),
+        **dict.fromkeys(("enable_eplb", "eplb_config", "enable_elastic_ep", "elastic_ep_max_dp_size"), EXPERTS_MOVE),
     },
     unreserved_options=frozenset({"kv_cache_dtype", "skip_tokenizer_init"}),
     size_options=("tensor_parallel_size", "pipeline_parallel_size"),

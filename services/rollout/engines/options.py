@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from millrace.engines import ENGINES, FIELD, reserved_option
+from millrace.engines import ENGINES, FIELD, reserved_option, unbuilt_option
 from millrace.errors import InvalidJob, Mistake
 from millrace.spec import JobSpec
 from millrace.validation.names import closest
@@ -15,12 +15,15 @@ Checked = TypeVar("Checked")
 
 
 def check_names(spec: JobSpec, engine: str, known: Set[str], options: str) -> None:
-    """Raises InvalidJob for an option of `engine` that the replica sets itself, or that is none of `known`. `options`
-    is the engine's class of options, for the fix. Errors name the path of the option in the job spec."""
+    """Raises InvalidJob for an option of `engine` that the replica sets itself or cannot run with, or that is none of
+    `known`. `options` is the engine's class of options, for the fix. Errors name the path of the option in the job
+    spec."""
 
     def check(given: Mapping[str, Any]) -> None:
-        for name in given:
+        for name, value in given.items():
             check_name(engine, name, known, options)
+            if mistake := unbuilt_option(ENGINES[engine], name, value):
+                raise InvalidJob.of([mistake])
 
     with_whole_paths(spec, engine, check)
 

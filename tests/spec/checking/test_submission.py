@@ -125,6 +125,22 @@ def test_a_text_that_is_longer_than_the_model_knows(
             "rollout.engine_options.sglang.kv_cache_dtype: a job cannot set this option. Fix: remove it",
         ),
         (
+            {"rollout": {"engine_options": {"vllm": {"speculative_config": {"model": "draft"}}}}},
+            'rollout.engine_options.vllm.speculative_config: {"model": "draft"}: publications do not reach the weights',
+        ),
+        (
+            {"rollout": {"engine_options": {"enable_eplb": True}}},
+            "rollout.engine_options.enable_eplb: true: experts would move or multiply after the replica learned",
+        ),
+        (
+            {"rollout": {"engine_options": {"sglang": {"ep_num_redundant_experts": 8}}}},
+            "rollout.engine_options.sglang.ep_num_redundant_experts: 8: experts would move",
+        ),
+        (
+            {"rollout": {"engine_options": {"speculative_algorithm": "EAGLE"}}},
+            "rollout.engine_options.speculative_algorithm: ",
+        ),
+        (
             {"rollout": {"engine_options": {"vlm": {"max_num_seqs": 4}}}},
             "rollout.engine_options.vlm: there is no such engine. Fix: did you mean `vllm`? The engines are ",
         ),

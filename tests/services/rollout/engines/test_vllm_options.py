@@ -69,6 +69,7 @@ def test_a_missing_method_is_named() -> None:
     [
         ({"max_num_sequences": 4}, r"max_num_sequences: vLLM has no such option.*did you mean `max_num_seqs`"),
         ({"dtype": "bfloat16"}, r"dtype: a job cannot set this option.*rollout\.dtype"),
+        ({"spec_tokens": 3}, r"spec_tokens: 3: publications do not reach the weights of a draft model"),
         ({"load_format": "auto"}, r"load_format: a job cannot set this option.*remove it"),
     ],
 )
