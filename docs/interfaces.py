@@ -1,4 +1,5 @@
-"""Makes the pages on what programs use: `python docs/interfaces.py` writes events.md, rest.md and client.md in docs/.
+"""Makes the pages on what programs use: `python docs/interfaces.py` writes docs/events.md; `make docs` makes the
+pages on REST and the client for the site.
 
 They come from the payloads in `millrace/events.py`, from the coordinator's OpenAPI document and from the docstrings of
 `millrace/client.py`.
@@ -26,16 +27,16 @@ EVENTS = f"""# Events
 
 A job's log has one event for each thing that happened, in order. `millrace events JOB --follow` prints it,
 `GET /v1/jobs/JOB/events` streams it as server-sent events, `Client.events` yields it. Each has:"""
-REST = f"""# REST API
+REST = """# REST API
 
-{MADE.format("the coordinator's OpenAPI document")}
+This page comes from the coordinator's OpenAPI document.
 
 The coordinator serves it at port 7700; `/openapi.json` is the document itself, `/docs` a page to try it. Where the
 services share a token, every path under `/v1` wants it as `Authorization: Bearer TOKEN`. An error is a problem document
 (RFC 9457) with its `fix`. A job spec is described in [job.md](job.md), an event in [events.md](events.md)."""
-CLIENT = f"""# Python client
+CLIENT = """# Python client
 
-{MADE.format("the docstrings of `millrace/client.py`")}
+This page comes from the docstrings of `millrace/client.py`.
 
 ```python
 from millrace.client import Client
@@ -197,6 +198,5 @@ def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 PAGES = {"events.md": events_page, "rest.md": rest_page, "client.md": client_page}
 
 if __name__ == "__main__":
-    for name, page in PAGES.items():
-        (DOCS / name).write_text(page(), encoding="utf-8")
-        print(DOCS / name, file=sys.stderr)
+    (DOCS / "events.md").write_text(events_page(), encoding="utf-8")
+    print(DOCS / "events.md", file=sys.stderr)

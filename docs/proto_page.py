@@ -1,4 +1,4 @@
-"""Makes the page on the gRPC contracts: `python docs/proto_page.py > docs/proto.md`.
+"""Makes the page on the gRPC contracts, for the site: `make docs`, or `python docs/proto_page.py` to read it.
 
 It comes from the files in `proto/millrace/v1` and their comments.
 """
@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 WELL_KNOWN = pathlib.Path(grpc_tools.__file__).parent / "_proto"
 INTRODUCTION = """# gRPC contracts
 
-This page is made by `python docs/proto_page.py > docs/proto.md` from `proto/millrace/v1`: edit that, not this page.
+This page comes from `proto/millrace/v1`.
 
 The services call each other by these contracts. Every call carries the token that they share as the metadata
 `authorization: Bearer TOKEN`, and has a deadline; a job's `deadlines` replace some of them. Errors are gRPC statuses
@@ -148,6 +148,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     return "\n".join([line(head), line(["---"] * len(head)), *map(line, rows)])
 
+
+PAGES = {"proto.md": page}
 
 if __name__ == "__main__":
     sys.stdout.write(page())

@@ -1,9 +1,11 @@
-"""Used by mkdocs.yml: puts the pages that lie outside docs/ on the site, and turns every link into one of the site.
+"""Used by mkdocs.yml: puts on the site the pages that lie outside docs/ and the references that are made of the code,
+and turns every link into one of the site.
 
 The pages are written for a reader of the repository. Links to pages lead to them on the site as well; a link to another
 file of the repository becomes its path as text, as the site does not have it.
 """
 
+import importlib.util
 import posixpath
 import re
 from pathlib import Path
@@ -25,6 +27,12 @@ OUTSIDE = {
     "recipes/README.md": "project/recipes.md",
 }
 """Pages outside docs/, with their places on the site."""
+GENERATED = {
+    "rest.md": "interfaces.py",
+    "client.md": "interfaces.py",
+    "proto.md": "proto_page.py",
+}
+"""References that the site alone has, with the script in docs/ that makes each."""
 SOURCES = {place: path for path, place in OUTSIDE.items()}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]+)?\)")
 FENCE = re.compile(r"^\s*```")
@@ -39,7 +47,18 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, place in OUTSIDE.items():
         files.append(File.generated(config, place, content=(ROOT / path).read_text(encoding="utf-8")))
+    for place, script in GENERATED.items():
+        files.append(File.generated(config, place, content=made(place, script)))
     return files
+
+
+def made(place: str, script: str) -> str:
+    """The page at `place`, as PAGES of the script makes it."""
+    spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / "docs" / script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.PAGES[place]())
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
@@ -71,4 +90,6 @@ def rewritten(markdown: str, source: str, place: str) -> str:
 
 
 def _on_site(path: str) -> bool:
+    if path.removeprefix("docs/") in GENERATED:
+        return True
     return path.startswith("docs/") and path.endswith((".md", ".svg", ".png")) and (ROOT / path).is_file()

@@ -1,21 +1,13 @@
-"""docs/proto.md is what docs/proto_page.py makes of the contracts, and tells every method, message and value."""
+"""The page that docs/proto_page.py makes of the contracts tells every method, message and value."""
 
-import importlib.util
 import re
 from pathlib import Path
 
 from millrace.wire.deadlines import DEADLINES_S
+from tests.docs.scripts import script
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE = (DOCS / "proto.md").read_text()
-
-
-def test_the_page_is_that_of_the_contracts() -> None:
-    spec = importlib.util.spec_from_file_location("proto_page", DOCS / "proto_page.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.page() == PAGE, "python docs/proto_page.py > docs/proto.md"
+PAGE: str = script("proto_page").page()
 
 
 def test_every_file_method_and_type_is_told_and_links_lead_somewhere() -> None:

@@ -1,28 +1,20 @@
 """docs/job.md and the names in docs/from-verl.md are what docs/reference.py makes of the code; every field is told."""
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
+
+from tests.docs.scripts import script
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reference", DOCS / "reference.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_page_is_that_of_the_models() -> None:
-    assert (DOCS / "job.md").read_text() == reference().page(), "python docs/reference.py > docs/job.md"
+    assert (DOCS / "job.md").read_text() == script("reference").page(), "python docs/reference.py > docs/job.md"
 
 
 def test_the_names_of_other_trainers_are_those_that_are_understood() -> None:
     page = (DOCS / "from-verl.md").read_text()
-    assert page == reference().with_names(page), "python docs/reference.py from-verl"
+    assert page == script("reference").with_names(page), "python docs/reference.py from-verl"
     assert len(re.findall(r"^\| `", page, re.MULTILINE)) > 120
 
 
