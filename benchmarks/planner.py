@@ -57,7 +57,7 @@ class Row:
     measured: float
     predicted: float
     within: float
-    """Largest deviation that is asked for, as a share."""
+    """Target: the largest deviation, as a share."""
     why: str = ""
     """Why the prediction is outside."""
 

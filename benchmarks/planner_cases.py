@@ -59,7 +59,7 @@ class Measured:
     gib: float = 0.0
     """Peak of the fullest GPU; 0: not measured."""
     why: str = ""
-    """Why the predicted peak is off by more than what is asked for."""
+    """Why the predicted peak is off by more than the target."""
 
 
 def even(
@@ -220,4 +220,4 @@ PUBLICATIONS = (
     ("Qwen3-30B-A3B, EP2 to TP2, into vLLM", "qwen3-30b-a3b", 2, 2, "inplace", 0.285, ""),
 )
 """Model, trainer's GPUs, workers of the replica, how the version is put in place, seconds ("Publication on GPUs"), and
-why the prediction is off by more than what is asked for."""
+why the prediction is off by more than the target."""
