@@ -15,7 +15,7 @@ LINKED = (
     "SECURITY.md",
     "presets/README.md",
     "recipes/README.md",
-    *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+    *(str(path.relative_to(ROOT)) for folder in ("docs", "benchmarks") for path in (ROOT / folder).rglob("*.md")),
 )
 ROOMS = "proto|millrace|services|deploy|demo|docs|tests|presets|recipes|benchmarks"
 LOOKS_LIKE_A_PATH = re.compile(rf"`((?:{ROOMS})/[\w./-]*)`|\]\(([\w./-]+)\)")
