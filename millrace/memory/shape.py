@@ -6,6 +6,7 @@ are read: what such a model has besides (norms, biases, towers for images) is no
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def decoder_shape(folder: Path, field: str = FIELD) -> ModelShape:
         raise InvalidJob(f"{field}: {path} cannot be read: {error}.", fix) from error
     try:
         if config.get("model_type") in ARCHITECTURES:
-            return read_shape(folder, field)
+            with suppress(InvalidJob):  # a model that only the other backend builds
+                return read_shape(folder, field)
         return _sizes({**config, **(config.get("text_config") or {})})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         fix = "complete the config; the prediction needs it."

@@ -56,6 +56,10 @@ def test_positions_are_read_in_the_old_words_and_the_new(tmp_path):
     assert old == shape_of(new, tmp_path).rope == Rope(10000, "yarn", 40, 4096, 32, 1, 1.0, 1.0)
 
 
+def _yarn(**entries):
+    return {"rope_scaling": {**configs.DEEPSEEK_V3["rope_scaling"], **entries}}
+
+
 @pytest.mark.parametrize(
     ("config", "change", "told"),
     [
@@ -66,6 +70,16 @@ def test_positions_are_read_in_the_old_words_and_the_new(tmp_path):
         (configs.MIXTRAL, {"sliding_window": 4096}, "sliding_window = 4096"),
         (configs.DEEPSEEK_V3, {"topk_group": 8}, "would take the best 8 // 8 = 1"),
         (configs.DEEPSEEK_V3, {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        (configs.MOONLIGHT, {"num_experts_per_tok": 1}, "normalises the weights of two experts or more"),
+        (configs.QWEN3_30B_A3B, {"num_experts_per_tok": 1}, "normalises the weights of two experts or more"),
+        (configs.MIXTRAL, {"num_experts_per_tok": 1}, "normalises the weights of two experts or more"),
+        (configs.MIXTRAL, {"num_experts_per_tok": 9}, "8 experts, of which each token goes to 9"),
+        (configs.DEEPSEEK_V3, {"n_group": 7}, "256 experts in 7 groups, of which 4 are chosen"),
+        (configs.QWEN3_8B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        (configs.DEEPSEEK_V3, _yarn(attention_factor=1.2), "attention_factor = 1.2"),
+        (configs.DEEPSEEK_V3, _yarn(truncate=False), "truncate = False"),
+        (configs.DEEPSEEK_V3, _yarn(mscale_all_dim=0, mscale=0.7), "mscale = 0.7"),
+        (configs.DEEPSEEK_V3, _yarn(mscale=0), "mscale_all_dim = 1.0"),
     ],
 )
 def test_a_model_that_would_be_built_wrong_is_refused(tmp_path, config, change, told):
@@ -79,6 +93,35 @@ def test_a_folder_without_a_config_or_with_half_of_one_is_refused(tmp_path):
         read_shape(tmp_path)
     with pytest.raises(InvalidJob, match=r"does not say 'num_attention_heads'"):
         shape_of({"model_type": "qwen3"}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "entry"),
+    [
+        (configs.QWEN2, "num_key_value_heads"),
+        (configs.QWEN3_8B, "head_dim"),
+        *((configs.MOONLIGHT, e) for e in ("q_lora_rank", "n_group", "topk_group", "n_shared_experts")),
+        (configs.MOONLIGHT, "routed_scaling_factor"),
+    ],
+)
+def test_an_entry_for_which_transformers_takes_the_size_of_one_model_must_be_there(tmp_path, config, entry):
+    with pytest.raises(InvalidJob, match=rf"does not say '{entry}'\. Fix: complete the config"):
+        shape_of({name: value for name, value in config.items() if name != entry}, tmp_path)
+
+
+@pytest.mark.parametrize(("config", "theta"), [(configs.QWEN3_8B, 1e4), (configs.MIXTRAL, 1e6)])
+def test_without_a_base_of_the_positions_it_is_the_one_of_transformers(tmp_path, config, theta):
+    import transformers
+
+    without = {name: value for name, value in config.items() if name != "rope_theta"}
+    assert shape_of(without, tmp_path).rope.theta == theta
+    assert transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"] == theta
+
+
+def test_one_expert_a_token_is_built_where_its_weight_is_the_router_s(tmp_path):
+    config = {**configs.QWEN3_30B_A3B, "num_experts_per_tok": 1, "norm_topk_prob": False}
+    experts = shape_of(config, tmp_path).experts
+    assert (experts.per_token, experts.normalised) == (1, False)
 
 
 def test_planning_needs_neither_torch_nor_megatron():

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.shapes import config_of
 from millrace.bench.shapes import shape_of
 from millrace.errors import InvalidJob
+from millrace.megatron.architectures.shape import ExpertShape
 from millrace.memory.adapters import adapter_parameters
 from millrace.memory.layers import parameters
 from millrace.memory.shape import decoder_shape
@@ -39,6 +40,11 @@ def test_an_architecture_that_only_transformers_knows(tmp_path: Path) -> None:
 def test_an_architecture_that_the_megatron_backend_builds_is_read_whole(tmp_path: Path) -> None:
     shape = decoder_shape(folder(tmp_path, config_of(shape_of("qwen3-30b-a3b"))))
     assert shape.experts is not None and parameters(shape) == pytest.approx(30.5e9, rel=0.005)
+
+
+def test_a_model_that_the_megatron_backend_refuses_is_predicted_for_the_other_backend(tmp_path: Path) -> None:
+    config = {**config_of(shape_of("qwen3-30b-a3b")), "num_experts_per_tok": 1}
+    assert decoder_shape(folder(tmp_path, config)).experts == ExpertShape(128, 1, 768, (True,) * 48)
 
 
 @pytest.mark.parametrize("config", [{"model_type": "other"}, [1]])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import InvalidJob
-from millrace.megatron.architectures.shape import ModelShape
+from millrace.megatron.architectures.shape import ExpertShape, ModelShape
 
 ARCHITECTURES = {
     "qwen2": "qwen2",
@@ -38,6 +38,24 @@ def read_shape(folder: Path, field: str = "model.path") -> ModelShape:
         )
     read: Callable[[Mapping[str, Any]], ModelShape] = import_module(f"{__name__}.{ARCHITECTURES[kind]}").shape
     try:
-        return read(config)
+        shape = read(config)
     except KeyError as error:
         raise InvalidJob(f"{field}: {path} does not say {error}.", "complete the config.") from error
+    if shape.experts is not None and (reason := _not_routed(shape.experts)):
+        raise InvalidJob(f"{field}: {folder} has {reason}.", "use trainer.backend fsdp2, or another model.")
+    return shape
+
+
+def _not_routed(experts: ExpertShape) -> str:
+    """Why megatron-core cannot route to these experts as transformers and the engines do; empty where it can."""
+    if not 1 <= experts.per_token <= experts.count:
+        return f"{experts.count} experts, of which each token goes to {experts.per_token}"
+    if experts.per_token == 1 and experts.normalised:
+        return (
+            "experts of which each token goes to one, with its weight normalised to 1; megatron-core normalises the "
+            "weights of two experts or more"
+        )
+    groups, chosen = experts.groups or 1, experts.groups_per_token or 1
+    if experts.count % groups or chosen > groups:
+        return f"{experts.count} experts in {groups} groups, of which {chosen} are chosen"
+    return ""

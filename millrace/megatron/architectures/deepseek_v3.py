@@ -13,7 +13,7 @@ def shape(config: Mapping[str, Any]) -> ModelShape:
     refuse_unless(config, "attention_bias", False)
     refuse_unless(config, "rope_interleave", True)
     latent = LatentAttention(
-        query_rank=config.get("q_lora_rank"),
+        query_rank=config["q_lora_rank"],
         key_value_rank=config["kv_lora_rank"],
         plain_dim=config["qk_nope_head_dim"],
         rotary_dim=config["qk_rope_head_dim"],
@@ -28,8 +28,8 @@ def _experts(config: Mapping[str, Any]) -> ExpertShape:
     refuse_unless(config, "norm_topk_prob", True)
     refuse_unless(config, "scoring_func", "sigmoid")
     refuse_unless(config, "topk_method", "noaux_tc")
-    per_token, groups = config["num_experts_per_tok"], config.get("n_group") or 1
-    chosen = config.get("topk_group") or 1
+    per_token, groups = config["num_experts_per_tok"], config["n_group"] or 1
+    chosen = config["topk_group"] or 1
     if groups > 1 and per_token // chosen != 2:
         raise InvalidJob(
             f"model.path: groups of experts are ranked by their best 2, the megatron backend would take the best "
@@ -37,7 +37,7 @@ def _experts(config: Mapping[str, Any]) -> ExpertShape:
             "use trainer.backend fsdp2.",
         )
     layers, dense, every = config["num_hidden_layers"], config["first_k_dense_replace"], config.get("moe_layer_freq", 1)
-    shared = config.get("n_shared_experts")
+    shared = config["n_shared_experts"]
     return ExpertShape(
         count=config["n_routed_experts"],
         per_token=per_token,
@@ -46,7 +46,7 @@ def _experts(config: Mapping[str, Any]) -> ExpertShape:
         shared_ffn=config["moe_intermediate_size"] * shared if shared else None,
         score="sigmoid",
         bias=True,
-        scaling=config.get("routed_scaling_factor"),
+        scaling=config["routed_scaling_factor"],
         groups=groups if groups > 1 else None,
         groups_per_token=chosen if groups > 1 else None,
     )

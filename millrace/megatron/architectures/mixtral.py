@@ -23,4 +23,4 @@ def shape(config: Mapping[str, Any]) -> ModelShape:
         ffn=config["intermediate_size"],
         layers=(True,) * config["num_hidden_layers"],
     )
-    return ModelShape(architecture="mixtral", experts=experts, names=NAMES, **sizes(config))
+    return ModelShape(architecture="mixtral", experts=experts, names=NAMES, **sizes(config, theta=1e6))

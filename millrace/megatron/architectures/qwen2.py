@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.megatron.architectures.reading import refuse_unless, sizes
+from millrace.megatron.architectures.reading import THETA, refuse_unless, sizes
 from millrace.megatron.architectures.shape import ModelShape
 
 
-def shape(config: Mapping[str, Any]) -> ModelShape:
+def shape(config: Mapping[str, Any], theta: float = THETA) -> ModelShape:
     refuse_unless(config, "use_sliding_window", False)
-    return ModelShape(architecture="qwen2", attention_bias=True, **sizes(config))
+    return ModelShape(architecture="qwen2", attention_bias=True, **sizes(config, theta))

@@ -12,6 +12,6 @@ from millrace.megatron.architectures.shape import ModelShape
 def shape(config: Mapping[str, Any]) -> ModelShape:
     text = {**config, **(config.get("text_config") or {})}
     text["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
-    decoder = qwen2.shape(text)
+    decoder = qwen2.shape(text, theta=1e6)
     names = replace(decoder.names, module="model.language_model.")
     return replace(decoder, architecture="qwen2_5_vl", names=names)

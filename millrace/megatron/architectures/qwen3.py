@@ -10,4 +10,5 @@ from millrace.megatron.architectures.shape import ModelShape
 def shape(config: Mapping[str, Any]) -> ModelShape:
     refuse_unless(config, "use_sliding_window", False)
     refuse_unless(config, "attention_bias", False)
-    return ModelShape(architecture="qwen3", query_key_norm=True, **sizes(config))
+    common = sizes(config) | {"head_dim": config["head_dim"]}
+    return ModelShape(architecture="qwen3", query_key_norm=True, **common)

@@ -6,9 +6,14 @@ from typing import Any
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures.shape import Rope
 
+THETA = 10000.0
+"""Base of the rotary positions that transformers takes for a config without one, for most architectures."""
 
-def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a ModelShape that all these configs have under the same names."""
+
+def sizes(config: Mapping[str, Any], theta: float = THETA) -> dict[str, Any]:
+    """The fields of a ModelShape that all these configs have under the same names. `theta` is what transformers takes
+    for a config that states no base of the rotary positions. Raises KeyError for a missing entry: where transformers
+    has a default for it, that is the size of one model."""
     refuse_unless(config, "hidden_act", "silu")
     heads = config["num_attention_heads"]
     return {
@@ -16,33 +21,44 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
         "hidden": config["hidden_size"],
         "ffn": config["intermediate_size"],
         "heads": heads,
-        "key_value_heads": config.get("num_key_value_heads") or heads,
+        "key_value_heads": config["num_key_value_heads"] or heads,
         "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
         "vocabulary": config["vocab_size"],
         "context": config["max_position_embeddings"],
         "norm_epsilon": config["rms_norm_eps"],
-        "rope": rope(config),
+        "rope": rope(config, theta=theta),
         "tied": bool(config.get("tie_word_embeddings", False)),
     }
 
 
-def rope(config: Mapping[str, Any], kinds: tuple[str, ...] = ("default",)) -> Rope:
+def rope(config: Mapping[str, Any], kinds: tuple[str, ...] = ("default",), theta: float = THETA) -> Rope:
     """The rotary positions from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`. Raises InvalidJob
-    for a type that is not in `kinds`, which the caller supports."""
+    for a type that is not in `kinds`, which the caller supports, and for an entry that megatron-core does not follow.
+    `theta` as in `sizes`."""
     stated = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = stated.get("rope_type") or stated.get("type") or "default"
     kind = "default" if kind == "mrope" else kind
     if kind not in kinds:
         fix = f"use trainer.backend fsdp2, or a config with rope_type {' or '.join(kinds)}."
         raise InvalidJob(f"model.path: the megatron backend cannot build rope_type {kind!r}.", fix)
-    theta = stated.get("rope_theta") or config.get("rope_theta") or 10000.0
+    theta = stated.get("rope_theta") or config.get("rope_theta") or theta
+    refuse_unless({**config, **stated}, "partial_rotary_factor", None, 1.0)
     if kind == "default":
         return Rope(theta)
+    refuse_unless(stated, "attention_factor", None)
+    refuse_unless(stated, "truncate", None, True)
+    if not stated.get("mscale_all_dim"):
+        # transformers follows mscale only beside mscale_all_dim; megatron-core and vLLM follow it alone too.
+        refuse_unless(stated, "mscale", None, 1.0)
+    elif not stated.get("mscale"):
+        refuse_unless(stated, "mscale_all_dim", None, 0.0)
     return Rope(
         theta,
         kind="yarn",
         factor=stated["factor"],
-        original_context=stated.get("original_max_position_embeddings") or config["max_position_embeddings"],
+        original_context=config.get("original_max_position_embeddings")
+        or stated.get("original_max_position_embeddings")
+        or config["max_position_embeddings"],
         beta_fast=stated.get("beta_fast") or 32.0,
         beta_slow=stated.get("beta_slow") or 1.0,
         mscale=stated.get("mscale") or 1.0,
