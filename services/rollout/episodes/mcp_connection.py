@@ -16,7 +16,7 @@ from millrace.environments.host import LONGEST_RESULT
 from millrace.sandbox.command import Limits, sandboxed
 from millrace.spec.environment import McpServer
 from services.rollout.episodes.environments import Called
-from services.rollout.scoring.process import passed_environment
+from services.rollout.user_process.process import passed_environment
 
 log = structlog.get_logger(__name__)
 START_S = 60.0

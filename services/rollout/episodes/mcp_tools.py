@@ -13,7 +13,7 @@ from millrace.spec.environment import Environment, McpServer
 from millrace.spec.model import Reward
 from services.rollout.episodes.environments import Called, EnvironmentFailed, Environments, Message, Session
 from services.rollout.episodes.mcp_connection import Connection, Unreachable, connected, named
-from services.rollout.scoring.process import hidden_paths, more_paths
+from services.rollout.user_process.process import hidden_paths, more_paths
 
 FIELD = "rollout.environment.mcp"
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.rollout.scoring.process import ScoringProcess, WorkerDied
+from services.rollout.user_process.process import ScoringProcess, WorkerDied
 
 
 class EnvironmentProcess(ScoringProcess):

@@ -14,8 +14,8 @@ from millrace.spec.environment import Environment
 from millrace.spec.model import Reward
 from services.rollout.episodes.environments import Called, EnvironmentFailed, ProcessLost
 from services.rollout.episodes.process import EnvironmentProcess
-from services.rollout.scoring.process import Setup, WorkerDied
-from services.rollout.scoring.processes import START_TIMEOUT_S, ProcessPool
+from services.rollout.user_process.pool import START_TIMEOUT_S, ProcessPool
+from services.rollout.user_process.process import Setup, WorkerDied
 
 log = structlog.get_logger(__name__)
 GRACE_S = 1.0

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from millrace.rewards.term import Term
 from millrace.spec.model import Reward
-from services.rollout.scoring.process import ScoringProcess, Setup, WorkerDied, absolute
-from services.rollout.scoring.processes import START_TIMEOUT_S, ProcessPool
 from services.rollout.scoring.scored import Scored, summed
+from services.rollout.user_process.pool import START_TIMEOUT_S, ProcessPool
+from services.rollout.user_process.process import ScoringProcess, Setup, WorkerDied, absolute
 
 __all__ = ["Scored", "ScoringPool"]
 

@@ -25,7 +25,7 @@ from millrace.sandbox.boundaries import Missing
 from millrace.sandbox.first import Wanted
 from millrace.sandbox.launch import confine
 from millrace.sandbox.view import view
-from services.rollout.scoring.sandboxed import code_of, left_processes, refuses, reply, take_pipes, told_error
+from services.rollout.user_process.sandboxed import code_of, left_processes, refuses, reply, take_pipes, told_error
 
 LONGEST_DETAILS = 16 << 10
 """Characters of the details of one answer."""

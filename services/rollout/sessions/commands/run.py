@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 from millrace.errors import InvalidJob
 from millrace.spec.episodes.agent import Agent
 from millrace.spec.model import Reward
-from services.rollout.scoring.process import ScoringProcess, Setup, WorkerDied
-from services.rollout.scoring.processes import START_TIMEOUT_S
 from services.rollout.sessions.commands.endpoint import Endpoint
 from services.rollout.sessions.commands.program import FIELD, code_of
 from services.rollout.sessions.commands.worker import LONGEST_TAIL
 from services.rollout.sessions.session import AgentFailed, Session
+from services.rollout.user_process.pool import START_TIMEOUT_S
+from services.rollout.user_process.process import ScoringProcess, Setup, WorkerDied
 
 LONGEST_ROW = 100_000
 """Bytes of MILLRACE_PROMPT. The kernel takes no longer variable than 128 KiB."""

@@ -19,7 +19,7 @@ from millrace.sandbox.boundaries import Missing
 from millrace.sandbox.first import Wanted
 from millrace.sandbox.launch import confine
 from millrace.sandbox.view import view
-from services.rollout.scoring.sandboxed import refuses, reply, take_pipes
+from services.rollout.user_process.sandboxed import refuses, reply, take_pipes
 
 LONGEST_TAIL = 16 << 10
 """Bytes of the command's output that are kept, the last ones."""

@@ -8,7 +8,7 @@ import structlog
 
 from millrace.errors import InvalidJob, Unavailable
 from millrace.sandbox.boundaries import Missing
-from services.rollout.scoring.process import ScoringProcess, Setup, WorkerDied
+from services.rollout.user_process.process import ScoringProcess, Setup, WorkerDied
 
 log = structlog.get_logger(__name__)
 START_ATTEMPTS = 3
