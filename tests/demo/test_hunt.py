@@ -8,7 +8,7 @@ import pytest
 from millrace.demo.hunt import TreasureHunt
 from millrace.demo.hunt_environment import Hunt
 from millrace.demo.tokenizer import byte_tokenizer
-from services.rollout.episodes.chat import Chat
+from services.rollout.episode.chat import Chat
 
 HUNT = TreasureHunt()
 CASES = list(islice(HUNT.cases(random.Random(7)), 50))

@@ -25,15 +25,15 @@ from millrace.spec import JobSpec
 from millrace.spec.environment import Environment
 from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Engine, Sampling
+from services.rollout.episode.episode import Episode, Trajectory
+from services.rollout.episode.slots import EpisodeSlot
 from services.rollout.episodes.environments import EnvironmentFailed
 from services.rollout.scoring.pool import Scored
 from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.sessions.policy import Chats, Policy
 from services.rollout.sessions.session import AgentFailed, Session
-from services.rollout.work.episode import Episode, Trajectory
 from services.rollout.work.groups import EpisodeFailed
 from services.rollout.work.job import Job, Prompt
-from services.rollout.work.slots import EpisodeSlot
 
 ATTEMPTS = 2
 """Runs of an episode that fails, before its group is dropped."""

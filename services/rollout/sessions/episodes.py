@@ -12,14 +12,14 @@ from millrace.spec.episodes.agent import Agent
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from services.rollout.engine import Engine, Sampling
+from services.rollout.episode.episode import Episode
+from services.rollout.episode.slots import EpisodeSlot
 from services.rollout.sessions.commands.run import Ended, run
 from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.sessions.policy import Chats, Policy
 from services.rollout.sessions.session import AgentFailed, Session
-from services.rollout.work.episode import Episode
 from services.rollout.work.groups import EpisodeFailed
 from services.rollout.work.job import Job, Prompt
-from services.rollout.work.slots import EpisodeSlot
 
 ATTEMPTS = 2
 """Runs of an episode whose agent fails, before its group is dropped."""

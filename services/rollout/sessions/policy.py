@@ -11,10 +11,10 @@ from millrace.spec import JobSpec
 from millrace.spec.environment import Environment
 from millrace.spec.episodes.agent import Agent
 from services.rollout.engine import Engine, Sample, Sampling
-from services.rollout.episodes.chat import Chat, Message
+from services.rollout.episode.chat import Chat, Message
+from services.rollout.episode.slots import EpisodeSlot
 from services.rollout.sessions.refusals import Refusals, Refused
 from services.rollout.sessions.strands import Strand
-from services.rollout.work.slots import EpisodeSlot
 
 MOST_CHATS = 256
 """Sets of tools of which the chat format is kept."""

@@ -11,15 +11,15 @@ from millrace.errors import BadRow, MillraceError, wrong_value
 from millrace.telemetry.spans.context import current, within
 from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Sample, Sampling, StopReason
-from services.rollout.episodes.chat import Message
-from services.rollout.episodes.conversation import Conversation
+from services.rollout.episode.chat import Message
+from services.rollout.episode.conversation import Conversation
+from services.rollout.episode.episode import Episode, Trajectory
+from services.rollout.episode.sampled import sampled
 from services.rollout.scoring.pool import Scored
 from services.rollout.sessions.policy import Ask, Policy, Said
 from services.rollout.sessions.refusals import Refusals, Refused
 from services.rollout.sessions.strands import Strand, TokenStrand
-from services.rollout.work.episode import Episode, Trajectory
 from services.rollout.work.job import Prompt
-from services.rollout.work.sampled import sampled
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Strand)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from services.rollout.engine import Sample
-from services.rollout.episodes.chat import Chat
-from services.rollout.episodes.growing import Growing
-from services.rollout.work.episode import Trajectory
+from services.rollout.episode.chat import Chat
+from services.rollout.episode.episode import Trajectory
+from services.rollout.episode.growing import Growing
 
 
 class Strand(Protocol):

@@ -16,11 +16,11 @@ from millrace.telemetry.spans.recorder import RECORDER
 from millrace.wire.arrays import pack_tokens
 from millrace.wire.v1 import common_pb2, work_pb2
 from services.rollout.engine import Engine, Sampling
+from services.rollout.episode.episode import Episode
+from services.rollout.episode.sampled import sampled
+from services.rollout.episode.slots import EpisodeSlot, Slots
 from services.rollout.scoring.scored import Answer, Scored
-from services.rollout.work.episode import Episode
 from services.rollout.work.job import Job, Prompt
-from services.rollout.work.sampled import sampled
-from services.rollout.work.slots import EpisodeSlot, Slots
 
 RunEpisode = Callable[[Engine, Prompt, Sampling, EpisodeSlot], Awaitable[Episode]]
 """Runs one episode of a prompt with an engine, in a slot that it tells each sample of the engine as it ends. Cancelling

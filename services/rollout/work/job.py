@@ -13,7 +13,7 @@ from millrace.ids import JobId, row_of
 from millrace.spec import JobSpec
 from millrace.wire.channel import Peer
 from millrace.wire.v1 import work_pb2
-from services.rollout.episodes.chat import Chat
+from services.rollout.episode.chat import Chat
 from services.rollout.episodes.environments import Environments
 from services.rollout.episodes.opening import environments_of
 from services.rollout.judges.scorer import JudgeScorer

@@ -23,9 +23,9 @@ from millrace.wire.methods import WorkRpc
 from millrace.wire.server import LARGEST_GROUP_BYTES
 from millrace.wire.v1 import common_pb2, work_pb2
 from services.rollout.engine import Engine, EngineDied, Sample
+from services.rollout.episode.slots import Slots
 from services.rollout.work.concurrency import Concurrency
 from services.rollout.work.groups import GroupGenerator
-from services.rollout.work.slots import Slots
 
 log = structlog.get_logger(__name__)
 WAIT_S = 25.0

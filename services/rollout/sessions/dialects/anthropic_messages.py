@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from millrace.errors import wrong_value
 from millrace.validation import limits
 from services.rollout.engine import StopReason
-from services.rollout.episodes.chat import Message
+from services.rollout.episode.chat import Message
 from services.rollout.sessions.dialects.chat_completions import calls_allowed, stops
 from services.rollout.sessions.dialects.histories import arguments_of, text_of
 from services.rollout.sessions.policy import Ask, Said

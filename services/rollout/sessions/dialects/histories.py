@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace.errors import Mistake, wrong_value
-from services.rollout.episodes.chat import Message
+from services.rollout.episode.chat import Message
 from services.rollout.sessions.refusals import Refused
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

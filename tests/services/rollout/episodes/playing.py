@@ -10,14 +10,14 @@ from millrace.data.chat import Rendered
 from millrace.data.row import PromptRow
 from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Sample, Sampling
-from services.rollout.episodes.chat import Chat
+from services.rollout.episode.chat import Chat
+from services.rollout.episode.episode import Episode
+from services.rollout.episode.slots import Slots
 from services.rollout.episodes.opening import environments_of
 from services.rollout.episodes.runner import EnvironmentEpisodes
-from services.rollout.work.episode import Episode
 from services.rollout.work.job import Prompt
-from services.rollout.work.slots import Slots
-from tests.services.rollout.episodes.formats import CHATML as PLAIN_CHATML
-from tests.services.rollout.episodes.formats import merging_tokenizer, sampled
+from tests.services.rollout.episode.formats import CHATML as PLAIN_CHATML
+from tests.services.rollout.episode.formats import merging_tokenizer, sampled
 from tests.services.rollout.jobs import job_spec
 
 TOKENIZER = merging_tokenizer(PLAIN_CHATML)

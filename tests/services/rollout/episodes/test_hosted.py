@@ -23,11 +23,11 @@ from millrace.errors import InvalidJob
 from millrace.spec.environment import Environment
 from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Sample, Sampling
+from services.rollout.episode.episode import Episode
+from services.rollout.episode.slots import Slots
 from services.rollout.episodes.hosted import HostedEpisodes
-from services.rollout.work.episode import Episode
 from services.rollout.work.groups import EpisodeFailed
 from services.rollout.work.job import Prompt
-from services.rollout.work.slots import Slots
 from tests.ports import held_port
 from tests.services.rollout.sessions.served import TOKENIZER, Served, served
 

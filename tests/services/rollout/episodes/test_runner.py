@@ -12,10 +12,10 @@ from millrace.drops import DropReason
 from millrace.wire.v1 import common_pb2
 from services.coordinator.state.group import Account, GroupSummary, Wanted, fault
 from services.rollout.engine import Sampling
-from services.rollout.work.episode import Episode
+from services.rollout.episode.episode import Episode
+from services.rollout.episode.slots import Slots
 from services.rollout.work.groups import EpisodeFailed
 from services.rollout.work.job import Prompt
-from services.rollout.work.slots import Slots
 from tests.models import CALL, CHATML, save_tiny_model
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.engine_sequences import DTYPE, EngineSequences, skip_without

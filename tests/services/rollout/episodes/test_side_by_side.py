@@ -9,8 +9,8 @@ import pytest
 from millrace.drops import DropReason
 from millrace.wire.v1 import common_pb2
 from services.coordinator.state.group import Wanted, fault
+from services.rollout.episode.episode import Episode
 from services.rollout.episodes.processes import EnvironmentPool
-from services.rollout.work.episode import Episode
 from services.rollout.work.groups import EpisodeFailed
 from tests.models import CALL, CHATML, save_tiny_model
 from tests.services.rollout.coordinator import until

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from millrace.wire.v1 import common_pb2
-from services.rollout.work.episode import Episode
+from services.rollout.episode.episode import Episode
 from tests.services.rollout.episodes.playing import account_of, call, environments, play
 
 EXAMPLE = Path(__file__).parents[4] / "examples/environments/verl_tools"

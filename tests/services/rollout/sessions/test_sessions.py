@@ -8,9 +8,9 @@ import pytest
 from millrace.drops import DropReason
 from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Sample, Sampling
-from services.rollout.work.episode import Episode
+from services.rollout.episode.episode import Episode
+from services.rollout.episode.slots import Slots
 from services.rollout.work.groups import EpisodeFailed
-from services.rollout.work.slots import Slots
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.sessions.served import ROW, TOKENIZER, Served, served, user
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from millrace.drops import Drop, DropReason
-from services.rollout.work.episode import Episode
+from services.rollout.episode.episode import Episode
 from services.rollout.work.groups import Ended, EpisodeFailed, first_of
 
 FAILURE = Drop(DropReason.ENVIRONMENT_FAILED, "step: raised ValueError")

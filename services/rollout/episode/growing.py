@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 
 from services.rollout.engine import Sample
-from services.rollout.work.episode import Trajectory, Turn
+from services.rollout.episode.episode import Trajectory, Turn
 
 Decode = Callable[[Sequence[int]], str]
 """The text of tokens, with special ones."""

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from services.rollout.engine import Sample, StopReason
-from services.rollout.episodes.chat import Chat, Message
-from services.rollout.episodes.growing import Growing
-from services.rollout.work.episode import Trajectory
+from services.rollout.episode.chat import Chat, Message
+from services.rollout.episode.episode import Trajectory
+from services.rollout.episode.growing import Growing
 
 
 class Conversation:

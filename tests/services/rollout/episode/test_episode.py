@@ -15,11 +15,11 @@ from millrace.wire.v1 import common_pb2
 from services.coordinator.state.group import Wanted, fault
 from services.rollout import replica
 from services.rollout.engine import Engine, Sample, Sampling, StopReason, VersionSpan
+from services.rollout.episode.episode import Episode, Trajectory, Turn
+from services.rollout.episode.slots import EpisodeSlot
 from services.rollout.scoring.pool import Scored
-from services.rollout.work.episode import Episode, Trajectory, Turn
 from services.rollout.work.groups import GroupGenerator
 from services.rollout.work.job import Prompt
-from services.rollout.work.slots import EpisodeSlot
 from tests.models import random_model
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.jobs import job_spec

@@ -8,10 +8,10 @@ from renderers.parsers import TOOL_PARSERS
 
 from millrace.errors import BadRow, InvalidJob
 from services.rollout.engine import StopReason
-from services.rollout.episodes.chat import CALL_TOKENS, Chat
-from services.rollout.episodes.conversation import Conversation
+from services.rollout.episode.chat import CALL_TOKENS, Chat
+from services.rollout.episode.conversation import Conversation
 from tests.models import byte_tokenizer
-from tests.services.rollout.episodes.formats import CHATML, FORGETS_THINKING, ROLES, TRIMS, merging_tokenizer, sampled
+from tests.services.rollout.episode.formats import CHATML, FORGETS_THINKING, ROLES, TRIMS, merging_tokenizer, sampled
 
 ADD = {
     "type": "function",
