@@ -102,7 +102,7 @@ PACKAGE_verifiers := verifiers==0.4.0 openenv==0.4.1 uv
 test-environments: $(HOSTS)/openenv $(HOSTS)/verifiers ## environments of others: OpenEnv, verifiers (installs them into .environments)
 	MILLRACE_OPENENV_PYTHON=$(CURDIR)/$(HOSTS)/openenv/bin/python \
 	MILLRACE_VERIFIERS_PYTHON=$(CURDIR)/$(HOSTS)/verifiers/bin/python \
-	$(BIN)/python -m pytest $(or $(TESTS),$(addprefix tests/services/rollout/episodes/test_,openenv.py verifiers.py) $(addprefix tests/e2e/agents/test_,tool_servers.py verifiers_host.py))
+	$(BIN)/python -m pytest $(or $(TESTS),$(addprefix tests/services/rollout/,environments/test_openenv.py sessions/test_verifiers.py) $(addprefix tests/e2e/agents/test_,tool_servers.py verifiers_host.py))
 
 lint: style types ## ruff, mypy, and whether the stubs are those of proto/
 

@@ -26,12 +26,12 @@ from millrace.wire.membership import Membership
 from millrace.wire.v1 import fleet_pb2, rollout_pb2
 from services.rollout.engine import Engine, EngineDied, Load
 from services.rollout.engines import create, import_errors
-from services.rollout.episodes.hosted import HostedEpisodes
-from services.rollout.episodes.runner import EnvironmentEpisodes
+from services.rollout.environments.runner import EnvironmentEpisodes
 from services.rollout.judges.scorer import JudgeScorer
 from services.rollout.metrics import ReplicaMetrics
 from services.rollout.nodes.leader import Leader
 from services.rollout.sessions.episodes import AgentEpisodes
+from services.rollout.sessions.hosted import HostedEpisodes
 from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.weights.receiver import PublicationReceiver
 from services.rollout.work.groups import GroupGenerator

@@ -13,9 +13,9 @@ from millrace.ids import JobId, row_of
 from millrace.spec import JobSpec
 from millrace.wire.channel import Peer
 from millrace.wire.v1 import work_pb2
+from services.rollout.environments.environment import Environments
+from services.rollout.environments.opening import environments_of
 from services.rollout.episode.chat import Chat
-from services.rollout.episodes.environments import Environments
-from services.rollout.episodes.opening import environments_of
 from services.rollout.judges.scorer import JudgeScorer
 from services.rollout.pools.client import PoolClient
 from services.rollout.pools.rewards import PoolScorer

@@ -14,9 +14,9 @@ from millrace.client import Client
 from millrace.demo.task import Turn
 from tests.e2e.agents.trained import asking, trained_samples
 from tests.e2e.agents.warmed import save_warmed_model
-from tests.services.rollout.episodes.test_openenv import PYTHON, number_server
+from tests.services.rollout.environments.test_openenv import PYTHON, number_server
 
-# services/rollout/episodes/ has a test of each in a replica alone.
+# services/rollout/environments/ and sessions/ have a test of each in a replica alone.
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(600)]
 EXAMPLES = Path(__file__).parents[3] / "examples/environments"
 ASKED = "A capital?"

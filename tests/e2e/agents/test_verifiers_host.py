@@ -13,13 +13,13 @@ from anyio.from_thread import start_blocking_portal
 from millrace.client import Client
 from millrace.rest import SampleView
 from tests.e2e.agents.trained import trained_samples
-from tests.services.rollout.episodes.test_verifiers import PYTHON, Host, hosted
-from tests.services.rollout.episodes.test_verifiers import model as long_model
+from tests.services.rollout.sessions.test_verifiers import PYTHON, Host, hosted
+from tests.services.rollout.sessions.test_verifiers import model as long_model
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="needs verifiers"),
     pytest.mark.e2e,
-    pytest.mark.matrix,  # services/rollout/episodes/test_verifiers.py has the episodes without the steps
+    pytest.mark.matrix,  # services/rollout/sessions/test_verifiers.py has the episodes without the steps
     pytest.mark.timeout(600),
 ]
 model = long_model

@@ -26,7 +26,7 @@ from tests.models import save_tiny_model
 from tests.ports import held_port
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.engine_sequences import EngineSequences
-from tests.services.rollout.episodes.test_mcp import served
+from tests.services.rollout.environments.test_mcp import served
 from tests.services.rollout.jobs import job_spec
 from tests.services.rollout.stack import replica_stack
 

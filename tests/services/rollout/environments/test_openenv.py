@@ -12,12 +12,12 @@ import pytest
 
 from millrace.environments.registry import check
 from millrace.errors import InvalidJob, Unavailable
-from services.rollout.episodes.environments import Called, EnvironmentFailed
+from services.rollout.environments.environment import Called, EnvironmentFailed
 from tests.ports import held_port
 from tests.services.rollout.coordinator import until
-from tests.services.rollout.episodes.openenv_server import Echo, Number, Tools, serving
-from tests.services.rollout.episodes.playing import account_of, call, environments, play
-from tests.services.rollout.episodes.test_mcp import served, started
+from tests.services.rollout.environments.openenv_server import Echo, Number, Tools, serving
+from tests.services.rollout.environments.playing import account_of, call, environments, play
+from tests.services.rollout.environments.test_mcp import served, started
 
 PYTHON = os.environ.get("MILLRACE_OPENENV_PYTHON", "")
 """An interpreter that has openenv-core."""

@@ -21,7 +21,7 @@ from millrace.environments.built_in import FIELD, OpenEnv
 from millrace.environments.host import LONGEST_RESULT
 from millrace.errors import Unavailable, refused
 from millrace.rewards.outcome import fits
-from services.rollout.episodes.environments import Called, EnvironmentFailed, Message, Session, messages_of
+from services.rollout.environments.environment import Called, EnvironmentFailed, Message, Session, messages_of
 
 CONNECT_S = 30.0
 LONGEST_MESSAGE = 16 << 20

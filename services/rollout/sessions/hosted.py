@@ -25,9 +25,9 @@ from millrace.spec import JobSpec
 from millrace.spec.environment import Environment
 from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Engine, Sampling
+from services.rollout.environments.environment import EnvironmentFailed
 from services.rollout.episode.episode import Episode, Trajectory
 from services.rollout.episode.slots import EpisodeSlot
-from services.rollout.episodes.environments import EnvironmentFailed
 from services.rollout.scoring.pool import Scored
 from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.sessions.policy import Chats, Policy

@@ -11,8 +11,8 @@ from millrace.errors import Unavailable, refused
 from millrace.sandbox.command import Limits
 from millrace.spec.environment import Environment, McpServer
 from millrace.spec.model import Reward
-from services.rollout.episodes.environments import Called, EnvironmentFailed, Environments, Message, Session
-from services.rollout.episodes.mcp_connection import Connection, Unreachable, connected, named
+from services.rollout.environments.environment import Called, EnvironmentFailed, Environments, Message, Session
+from services.rollout.environments.mcp_connection import Connection, Unreachable, connected, named
 from services.rollout.user_process.process import hidden_paths, more_paths
 
 FIELD = "rollout.environment.mcp"

@@ -16,12 +16,12 @@ from millrace.validation import limits
 from millrace.wire.v1 import common_pb2
 from millrace.wire.v1.common_pb2 import EpisodeAccount
 from services.rollout.engine import Engine, Sampling
+from services.rollout.environments.environment import Called, EnvironmentFailed, Environments, ProcessLost, Session
 from services.rollout.episode.chat import Chat, Message
 from services.rollout.episode.conversation import Conversation
 from services.rollout.episode.episode import Episode
 from services.rollout.episode.sampled import sampled
 from services.rollout.episode.slots import EpisodeSlot
-from services.rollout.episodes.environments import Called, EnvironmentFailed, Environments, ProcessLost, Session
 from services.rollout.scoring.pool import Scored
 from services.rollout.work.groups import EpisodeFailed
 from services.rollout.work.job import Job, Prompt

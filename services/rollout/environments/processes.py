@@ -12,8 +12,8 @@ import structlog
 from millrace.environments.registry import FIELD
 from millrace.spec.environment import Environment
 from millrace.spec.model import Reward
-from services.rollout.episodes.environments import Called, EnvironmentFailed, ProcessLost
-from services.rollout.episodes.process import EnvironmentProcess
+from services.rollout.environments.environment import Called, EnvironmentFailed, ProcessLost
+from services.rollout.environments.process import EnvironmentProcess
 from services.rollout.user_process.pool import START_TIMEOUT_S, ProcessPool
 from services.rollout.user_process.process import Setup, WorkerDied
 
@@ -32,7 +32,7 @@ class EnvironmentSetup(Setup):
     code: tuple[str, ...] = ()
     """Folders that it sees besides that of the class."""
     field: ClassVar[str] = FIELD
-    worker: ClassVar[str] = "services.rollout.episodes.worker"
+    worker: ClassVar[str] = "services.rollout.environments.worker"
 
 
 class ProcessSession:

@@ -9,12 +9,12 @@ import pytest
 from millrace.drops import DropReason
 from millrace.wire.v1 import common_pb2
 from services.coordinator.state.group import Wanted, fault
+from services.rollout.environments.processes import EnvironmentPool
 from services.rollout.episode.episode import Episode
-from services.rollout.episodes.processes import EnvironmentPool
 from services.rollout.work.groups import EpisodeFailed
 from tests.models import CALL, CHATML, save_tiny_model
 from tests.services.rollout.coordinator import until
-from tests.services.rollout.episodes.playing import account_of, call, environments, play
+from tests.services.rollout.environments.playing import account_of, call, environments, play
 from tests.services.rollout.jobs import job_spec
 from tests.services.rollout.stack import replica_stack
 

@@ -15,7 +15,7 @@ from mcp.types import CallToolResult, TextContent, Tool
 from millrace.environments.host import LONGEST_RESULT
 from millrace.sandbox.command import Limits, sandboxed
 from millrace.spec.environment import McpServer
-from services.rollout.episodes.environments import Called
+from services.rollout.environments.environment import Called
 from services.rollout.user_process.process import passed_environment
 
 log = structlog.get_logger(__name__)

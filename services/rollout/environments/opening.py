@@ -6,8 +6,8 @@ What needs a library that not every replica has is imported only for jobs that u
 from millrace.environments.built_in import BUILT_IN, VERIFIERS, OpenEnv, Verl, options_of
 from millrace.spec.environment import Environment
 from millrace.spec.model import Reward
-from services.rollout.episodes.environments import Environments, ToolsAlone
-from services.rollout.episodes.processes import EnvironmentPool
+from services.rollout.environments.environment import Environments, ToolsAlone
+from services.rollout.environments.processes import EnvironmentPool
 
 VERL_CLASS = "millrace.environments.verl.environment:VerlEnvironment"
 
@@ -20,7 +20,7 @@ def environments_of(environment: Environment, reward: Reward) -> Environments | 
     itself = _itself(environment, reward)
     if not environment.mcp:
         return itself
-    from services.rollout.episodes.mcp_tools import WithServers
+    from services.rollout.environments.mcp_tools import WithServers
 
     return WithServers.of_job(itself, environment, reward)
 
@@ -30,7 +30,7 @@ def _itself(environment: Environment, reward: Reward) -> Environments:
         return EnvironmentPool.of_job(environment, reward)
     options = options_of(environment.name, environment.options)
     if isinstance(options, OpenEnv):
-        from services.rollout.episodes.openenv import OpenEnvServer
+        from services.rollout.environments.openenv import OpenEnvServer
 
         return OpenEnvServer(options, environment.processes, environment.call_s)
     if isinstance(options, Verl):

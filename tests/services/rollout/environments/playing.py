@@ -10,11 +10,11 @@ from millrace.data.chat import Rendered
 from millrace.data.row import PromptRow
 from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Sample, Sampling
+from services.rollout.environments.opening import environments_of
+from services.rollout.environments.runner import EnvironmentEpisodes
 from services.rollout.episode.chat import Chat
 from services.rollout.episode.episode import Episode
 from services.rollout.episode.slots import Slots
-from services.rollout.episodes.opening import environments_of
-from services.rollout.episodes.runner import EnvironmentEpisodes
 from services.rollout.work.job import Prompt
 from tests.services.rollout.episode.formats import CHATML as PLAIN_CHATML
 from tests.services.rollout.episode.formats import merging_tokenizer, sampled

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from millrace.wire.v1 import common_pb2
 from services.rollout.episode.episode import Episode
-from tests.services.rollout.episodes.playing import account_of, call, environments, play
+from tests.services.rollout.environments.playing import account_of, call, environments, play
 
 EXAMPLE = Path(__file__).parents[4] / "examples/environments/verl_tools"
 

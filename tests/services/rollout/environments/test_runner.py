@@ -19,7 +19,7 @@ from services.rollout.work.job import Prompt
 from tests.models import CALL, CHATML, save_tiny_model
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.engine_sequences import DTYPE, EngineSequences, skip_without
-from tests.services.rollout.episodes.playing import Scripted, account_of, call, environments, play
+from tests.services.rollout.environments.playing import Scripted, account_of, call, environments, play
 from tests.services.rollout.jobs import job_spec
 from tests.services.rollout.stack import replica_stack
 

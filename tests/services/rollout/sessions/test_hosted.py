@@ -25,7 +25,7 @@ from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Sample, Sampling
 from services.rollout.episode.episode import Episode
 from services.rollout.episode.slots import Slots
-from services.rollout.episodes.hosted import HostedEpisodes
+from services.rollout.sessions.hosted import HostedEpisodes
 from services.rollout.work.groups import EpisodeFailed
 from services.rollout.work.job import Prompt
 from tests.ports import held_port

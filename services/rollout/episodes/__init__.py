@@ -1,1 +1,0 @@
-"""Episodes with an environment: the conversation as tokens, the processes of the user's class, the limits."""
