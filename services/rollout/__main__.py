@@ -35,8 +35,8 @@ from millrace.wire.channel import Peer
 from millrace.wire.membership import Membership
 from millrace.wire.server import Server
 from services.rollout.engines import probe
+from services.rollout.engines.lifeline import kill_descendants
 from services.rollout.health import watch
-from services.rollout.lifeline import kill_descendants
 from services.rollout.nodes.leader import Leader
 from services.rollout.nodes.place import (
     NODE_LOST_S,

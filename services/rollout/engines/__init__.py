@@ -10,7 +10,7 @@ from millrace.errors import InvalidState, NotFound
 from millrace.software import Probe
 from services.rollout.engine import Engine
 from services.rollout.nodes.leader import Leader
-from services.rollout.pools.engine import ReplyEngine, ScoringEngine
+from services.rollout.pool_engine import ReplyEngine, ScoringEngine
 
 
 def probe(name: str) -> Probe:

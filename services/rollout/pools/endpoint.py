@@ -20,15 +20,15 @@ from starlette.routing import Route
 
 from millrace.errors import MillraceError, wrong_value
 from millrace.validation import limits
+from services.rollout.dialects import chat_completions
+from services.rollout.dialects.chat_completions import ChatRequest, Speaker
+from services.rollout.dialects.refusals import Refusals, Refused
+from services.rollout.dialects.requests import Answer, answered_or_refused, body_of, check_token, while_connected
+from services.rollout.dialects.streams import streamed
 from services.rollout.engine import Sampling
 from services.rollout.pools.conversation import Conversation
 from services.rollout.pools.replica import PoolReplica
-from services.rollout.sessions.dialects import chat_completions
-from services.rollout.sessions.dialects.chat_completions import ChatRequest, Speaker
 from services.rollout.sessions.policy import Said
-from services.rollout.sessions.refusals import Refusals, Refused
-from services.rollout.sessions.requests import Answer, answered_or_refused, body_of, check_token, while_connected
-from services.rollout.sessions.streams import streamed
 
 
 class ReplyRequest(ChatRequest):

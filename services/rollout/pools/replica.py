@@ -30,12 +30,12 @@ from millrace.wire.arrays import TokenScores
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.membership import Membership
 from millrace.wire.v1 import fleet_pb2, rollout_pb2
+from services.rollout.dialects.refusals import Refusals, Refused
 from services.rollout.engine import EngineDied
 from services.rollout.engines import create_replying, create_scoring, import_errors
+from services.rollout.pool_engine import PoolEngine, PoolModel, ReplyEngine, ScoringEngine, TokenSequence
 from services.rollout.pools.conversation import REFUSALS, Conversation, prompt_of, tokens_of
-from services.rollout.pools.engine import PoolEngine, PoolModel, ReplyEngine, ScoringEngine, TokenSequence
 from services.rollout.sessions.policy import Said
-from services.rollout.sessions.refusals import Refusals, Refused
 from services.rollout.work.job import import_transformers
 
 log = structlog.get_logger(__name__)

@@ -12,7 +12,7 @@ from millrace.errors import InvalidRequest
 from millrace.ids import JobId
 from millrace.wire.arrays import unpack_tokens
 from millrace.wire.v1 import rollout_pb2, scoring_pb2, scoring_pb2_grpc
-from services.rollout.pools.engine import TokenSequence
+from services.rollout.pool_engine import TokenSequence
 from services.rollout.pools.replica import PoolReplica
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from services.rollout.dialects.refusals import Refusals, Refused
 from services.rollout.sessions.commands.endpoint import Endpoint
 from services.rollout.sessions.metrics import SessionMetrics
-from services.rollout.sessions.refusals import Refusals, Refused
 from services.rollout.sessions.session import Session
 
 

@@ -10,10 +10,10 @@ from millrace.errors import InvalidJob, wrong_value
 from millrace.spec import JobSpec
 from millrace.spec.environment import Environment
 from millrace.spec.episodes.agent import Agent
+from services.rollout.dialects.refusals import Refusals, Refused
 from services.rollout.engine import Engine, Sample, Sampling
 from services.rollout.episode.chat import Chat, Message
 from services.rollout.episode.slots import EpisodeSlot
-from services.rollout.sessions.refusals import Refusals, Refused
 from services.rollout.sessions.strands import Strand
 
 MOST_CHATS = 256

@@ -21,18 +21,11 @@ from starlette.routing import Route
 
 from millrace.validation import limits
 from millrace.wire.channel import token
-from services.rollout.endpoint import HttpEndpoint
-from services.rollout.sessions.dialects import anthropic_messages, chat_completions, responses, token_endpoint
-from services.rollout.sessions.dialects.anthropic_messages import MessagesRequest
-from services.rollout.sessions.dialects.chat_completions import ChatRequest, Speaker
-from services.rollout.sessions.dialects.responses import ResponsesRequest
-from services.rollout.sessions.dialects.token_endpoint import GenerateRequest
-from services.rollout.sessions.episodes import row_of
-from services.rollout.sessions.metrics import Api
-from services.rollout.sessions.open_sessions import OpenSessions
-from services.rollout.sessions.policy import Said
-from services.rollout.sessions.refusals import Refusals, Refused, anthropic_error
-from services.rollout.sessions.requests import (
+from services.rollout.dialects import anthropic_messages, chat_completions, responses, token_endpoint
+from services.rollout.dialects.anthropic_messages import MessagesRequest
+from services.rollout.dialects.chat_completions import ChatRequest, Speaker
+from services.rollout.dialects.refusals import Refusals, Refused, anthropic_error
+from services.rollout.dialects.requests import (
     Answer,
     answered_or_refused,
     body_of,
@@ -40,8 +33,15 @@ from services.rollout.sessions.requests import (
     key_of,
     while_connected,
 )
+from services.rollout.dialects.responses import ResponsesRequest
+from services.rollout.dialects.streams import Events, event, streamed
+from services.rollout.dialects.token_endpoint import GenerateRequest
+from services.rollout.endpoint import HttpEndpoint
+from services.rollout.sessions.episodes import row_of
+from services.rollout.sessions.metrics import Api
+from services.rollout.sessions.open_sessions import OpenSessions
+from services.rollout.sessions.policy import Said
 from services.rollout.sessions.session import Session
-from services.rollout.sessions.streams import Events, event, streamed
 
 log = structlog.get_logger(__name__)
 OF_ANTHROPIC = (Api.MESSAGES, Api.COUNT_TOKENS)

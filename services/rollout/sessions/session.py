@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from millrace.errors import BadRow, MillraceError, wrong_value
 from millrace.telemetry.spans.context import current, within
 from millrace.wire.v1 import common_pb2
+from services.rollout.dialects.refusals import Refusals, Refused
 from services.rollout.engine import Sample, Sampling, StopReason
 from services.rollout.episode.chat import Message
 from services.rollout.episode.conversation import Conversation
@@ -17,7 +18,6 @@ from services.rollout.episode.episode import Episode, Trajectory
 from services.rollout.episode.sampled import sampled
 from services.rollout.scoring.pool import Scored
 from services.rollout.sessions.policy import Ask, Policy, Said
-from services.rollout.sessions.refusals import Refusals, Refused
 from services.rollout.sessions.strands import Strand, TokenStrand
 from services.rollout.work.job import Prompt
 

@@ -36,6 +36,7 @@ from services.rollout.engine import (
     end_of_turn,
 )
 from services.rollout.engines.adapter import AdapterShape, adapter_shape, check_placed
+from services.rollout.engines.lifeline import kill_children, own_descendants
 from services.rollout.engines.sglang import options as sglang_options
 from services.rollout.engines.sglang.adapter import NAME, lora_reference
 from services.rollout.engines.sglang.launch import lives, set_environment, shut_down, start_engine
@@ -43,7 +44,6 @@ from services.rollout.engines.sglang.options import MARK
 from services.rollout.engines.sglang.scheduler_stats import SchedulerStats
 from services.rollout.engines.sglang.worker_methods import SglangMethods
 from services.rollout.engines.versioned import VersionedEngine, samples_that_fit
-from services.rollout.lifeline import kill_children, own_descendants
 from services.rollout.nodes.leader import Leader
 from services.rollout.nodes.place import EngineStart
 from services.rollout.weights.worker_rpc import SOCKET, WorkerRpc

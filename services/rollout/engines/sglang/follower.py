@@ -10,8 +10,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from millrace.spec import JobSpec
+from services.rollout.engines.lifeline import kill_children, own_descendants
 from services.rollout.engines.sglang.launch import lives, set_environment, shut_down, start_engine
-from services.rollout.lifeline import kill_children, own_descendants
 from services.rollout.nodes.place import EngineStart
 from services.rollout.weights.worker_rpc import SOCKET
 

@@ -44,7 +44,7 @@ def run_scheduler_process(
     from sglang.srt.layers import sampler
     from sglang.srt.managers import scheduler
 
-    from services.rollout.lifeline import hold_on
+    from services.rollout.engines.lifeline import hold_on
 
     hold_on()
     sampler.register_sampler_backend("pytorch", _marking_sampler)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from millrace.errors import InvalidJob, refused
 from millrace.spec.pools.pool import PoolTask
 from services.rollout.engine import compute_threads
-from services.rollout.pools.engine import PoolModel
+from services.rollout.pool_engine import PoolModel
 
 
 def load(model: PoolModel, device: str, attn_implementation: str) -> Any:

@@ -17,7 +17,7 @@ from millrace.validation.mistakes import options as checked_options
 from services.rollout.engine import Sample, Sampling, end_of_turn
 from services.rollout.engines.transformers import scoring
 from services.rollout.engines.transformers.decode_thread import DecodeThread
-from services.rollout.pools.engine import PoolModel
+from services.rollout.pool_engine import PoolModel
 
 
 class Options(scoring.Options):

@@ -15,7 +15,7 @@ from millrace.engines import ENGINES
 from millrace.validation.mistakes import options as checked_options
 from millrace.wire.arrays import TokenScores
 from services.rollout.engine import EngineDied
-from services.rollout.pools.engine import PoolModel, TokenSequence
+from services.rollout.pool_engine import PoolModel, TokenSequence
 
 if TYPE_CHECKING:
     from torch import Tensor

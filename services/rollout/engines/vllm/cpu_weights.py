@@ -10,7 +10,7 @@ import os
 from importlib import import_module
 from typing import Any
 
-from services.rollout.lifeline import REPLICA_PID, hold_on
+from services.rollout.engines.lifeline import REPLICA_PID, hold_on
 
 
 def install() -> None:

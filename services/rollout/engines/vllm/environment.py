@@ -7,8 +7,8 @@ from multiprocessing.process import BaseProcess
 from millrace.engines.vllm import ENTRY_POINT, plugin_missing
 from millrace.errors import InvalidState
 from services.rollout.engine import compute_threads
+from services.rollout.engines.lifeline import own_descendants
 from services.rollout.engines.vllm.processes import take_over_spawn
-from services.rollout.lifeline import own_descendants
 
 DEFAULTS = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC's threads do not survive a fork

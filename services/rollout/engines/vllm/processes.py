@@ -21,7 +21,7 @@ import psutil
 from pydantic import ValidationError
 
 from millrace.errors import InvalidJob, Unavailable
-from services.rollout.lifeline import kill_descendants
+from services.rollout.engines.lifeline import kill_descendants
 
 PRELOAD = "services.rollout.engines.vllm.preload"
 WORKERS_END_S = 0.5

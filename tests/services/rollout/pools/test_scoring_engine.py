@@ -13,7 +13,7 @@ from millrace.errors import InvalidJob
 from millrace.spec.pools.pool import Pool, PoolTask
 from services.rollout.engines import create_scoring
 from services.rollout.engines.transformers.scoring import TransformersScoring
-from services.rollout.pools.engine import PoolModel, TokenSequence
+from services.rollout.pool_engine import PoolModel, TokenSequence
 from tests.models import save_reward_model
 from tests.services.rollout.reference import logits
 

@@ -9,8 +9,8 @@ import anthropic
 import openai
 import pytest
 
+from services.rollout.dialects import streams
 from services.rollout.episode.episode import Episode
-from services.rollout.sessions import streams
 from tests.services.rollout.sessions.served import Served, served
 from tests.services.rollout.sessions.test_sessions import ADD, CALL, trained
 

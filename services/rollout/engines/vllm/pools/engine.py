@@ -19,7 +19,7 @@ from services.rollout.engines.options import has_latents, mistake_in
 from services.rollout.engines.vllm.environment import before_start, set_cpu_environment
 from services.rollout.engines.vllm.options import CPU_KV_CACHE_BYTES, ON_LATENTS, without_broken_fusion
 from services.rollout.engines.vllm.processes import shut_down, start_errors
-from services.rollout.pools.engine import PoolModel
+from services.rollout.pool_engine import PoolModel
 
 log = structlog.get_logger(__name__)
 SOFTWARE = ENGINES["vllm"].software

@@ -14,7 +14,7 @@ from millrace.spec.pools.pool import PoolTask
 from millrace.wire.arrays import TokenScores
 from services.rollout.engine import EngineDied
 from services.rollout.engines.vllm.pools.engine import VllmPoolEngine, pool_arguments
-from services.rollout.pools.engine import PoolModel, TokenSequence
+from services.rollout.pool_engine import PoolModel, TokenSequence
 
 EXTENSION = "services.rollout.engines.vllm.worker.ScoringExtension"
 PASS_TOKENS = 2048

@@ -23,8 +23,8 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 from millrace.weights.plans.boxes import Boxes
+from services.rollout.engines.lifeline import own_descendants
 from services.rollout.engines.vllm.options import check_model, engine_arguments
-from services.rollout.lifeline import own_descendants
 from services.rollout.weights.in_worker.model import EngineModel
 from services.rollout.weights.in_worker.receiver import WeightReceiver
 from services.rollout.weights.worker_methods import Placed

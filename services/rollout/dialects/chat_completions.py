@@ -9,12 +9,12 @@ from pydantic import BaseModel, Field
 
 from millrace.errors import wrong_value
 from millrace.validation import limits
+from services.rollout.dialects.histories import history
+from services.rollout.dialects.refusals import Refused, openai_error
+from services.rollout.dialects.streams import event
 from services.rollout.engine import Sample, StopReason
-from services.rollout.sessions.dialects.histories import history
 from services.rollout.sessions.policy import Ask, Said
-from services.rollout.sessions.refusals import Refused, openai_error
 from services.rollout.sessions.session import Session
-from services.rollout.sessions.streams import event
 
 DONE = "data: [DONE]\n\n"
 """The end of a stream."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace.errors import Mistake, wrong_value
+from services.rollout.dialects.refusals import Refused
 from services.rollout.episode.chat import Message
-from services.rollout.sessions.refusals import Refused
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles of clients, and what they are in the chat formats of models."""

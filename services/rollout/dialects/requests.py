@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from millrace.validation.mistakes import explain
-from services.rollout.sessions.refusals import Refusals, Refused, refusal
+from services.rollout.dialects.refusals import Refusals, Refused, refusal
 
 LARGEST_BODY = 64 << 20
 """Bytes of a request's body."""

@@ -10,9 +10,9 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
+from services.rollout.dialects.refusals import Refused
+from services.rollout.dialects.requests import gone
 from services.rollout.sessions.policy import Said
-from services.rollout.sessions.refusals import Refused
-from services.rollout.sessions.requests import gone
 
 STATUS_S = 1.0
 """A request that is refused within this time gets a status; one that is refused later, an event."""

@@ -5,8 +5,8 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from millrace.validation import limits
+from services.rollout.dialects.chat_completions import stops
 from services.rollout.engine import StopReason
-from services.rollout.sessions.dialects.chat_completions import stops
 from services.rollout.sessions.policy import Ask, Said
 from services.rollout.sessions.session import Session
 

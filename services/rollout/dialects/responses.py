@@ -8,14 +8,14 @@ from pydantic import BaseModel, Field
 
 from millrace.errors import wrong_value
 from millrace.validation import limits
+from services.rollout.dialects.chat_completions import calls_allowed, message_of
+from services.rollout.dialects.histories import history, text_of
+from services.rollout.dialects.refusals import Refused
+from services.rollout.dialects.streams import event
 from services.rollout.engine import StopReason
 from services.rollout.episode.chat import Message
-from services.rollout.sessions.dialects.chat_completions import calls_allowed, message_of
-from services.rollout.sessions.dialects.histories import history, text_of
 from services.rollout.sessions.policy import Ask, Said
-from services.rollout.sessions.refusals import Refused
 from services.rollout.sessions.session import Session
-from services.rollout.sessions.streams import event
 
 
 class ResponsesRequest(BaseModel):

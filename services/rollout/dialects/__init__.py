@@ -1,0 +1,1 @@
+"""What clients ask over HTTP and are answered, in the words of OpenAI, Anthropic and vLLM."""

@@ -1,1 +1,0 @@
-"""What clients say to a session: OpenAI's chat completions and responses, Anthropic's messages, and tokens."""
