@@ -28,6 +28,8 @@ from typing import Any, Self
 import grpc
 import psutil
 
+from millrace.contracts.methods import FleetRpc, WorkRpc
+from millrace.contracts.v1 import common_pb2, fleet_pb2, rollout_pb2, weights_pb2, work_pb2
 from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
 from millrace.errors import MillraceError, NotFound
@@ -36,9 +38,7 @@ from millrace.weights.plans import wire_layouts
 from millrace.wire import channel
 from millrace.wire.arrays import pack_logprobs, pack_tokens
 from millrace.wire.channel import PROTOCOL_VERSION
-from millrace.wire.methods import FleetRpc, WorkRpc
 from millrace.wire.server import Server
-from millrace.wire.v1 import common_pb2, fleet_pb2, rollout_pb2, weights_pb2, work_pb2
 from tests.services.coordinator.conftest import CoordinatorProcess, running
 from tests.services.coordinator.peers import MANIFEST, Shape, SimulatedReplica, SimulatedTrainer
 

@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from millrace.contracts.methods import FleetRpc
+from millrace.contracts.v1 import fleet_pb2
 from millrace.ids import JobId, new_job_id, new_member_id
 from millrace.rest import JobState, SampleView, StepMetrics
 from millrace.spec import parse
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
-from millrace.wire.methods import FleetRpc
-from millrace.wire.v1 import fleet_pb2
 from services.coordinator.observe import series
 from services.coordinator.observe.series import Point
 from services.coordinator.redis_server import RedisServer

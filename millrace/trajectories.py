@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from millrace.wire.v1 import common_pb2
+from millrace.contracts.v1 import common_pb2
 
 TOKEN_BYTES = 4
 Span = tuple[int, int]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
 from millrace.weights.plans import wire_layouts
@@ -20,7 +21,6 @@ from millrace.weights.transfer.delta.exchange import SendingDeltas
 from millrace.weights.transfer.delta.snapshot import Snapshot
 from millrace.weights.transfer.pipeline import SendPipeline, TransferTimes
 from millrace.weights.transfer.session import PublicationSession
-from millrace.wire.v1 import weights_pb2
 from services.rollout.weights.transfer_request import TransferRequest
 
 TIMEOUT_S = 30.0

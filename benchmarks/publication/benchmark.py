@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.publication.sender import ADAPTER, MODEL, RemoteRank
+from millrace.contracts.v1 import rollout_pb2, weights_pb2
 from millrace.ids import MemberId
 from millrace.local.ports import free_port
 from millrace.weights.phases import PublicationId
@@ -18,7 +19,6 @@ from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.weights.plans.manifest import Content, Manifest
 from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.transfer.channels.gloo import serve_store
-from millrace.wire.v1 import rollout_pb2, weights_pb2
 from services.rollout.engine import Sampling
 from services.rollout.engines import create
 from services.rollout.weights.receiver import PublicationReceiver

@@ -13,6 +13,7 @@ import torch
 from millrace.bench.layouts import TrainerLayout, manifest
 from millrace.bench.shapes import shape_of
 from millrace.bench.values import fill
+from millrace.contracts.v1 import weights_pb2
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Content, Manifest
@@ -22,7 +23,6 @@ from millrace.weights.transfer.channels.rendezvous import Rendezvous, nccl_id
 from millrace.weights.transfer.checksum import checksum
 from millrace.weights.transfer.pipeline import SendPipeline
 from millrace.weights.transfer.session import PublicationSession
-from millrace.wire.v1 import weights_pb2
 
 MODEL, ADAPTER = "model", "adapter"
 """The parts that a rank sends."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import psutil
 
+from millrace.contracts.field_rules import MOST_GPUS, MOST_HOSTS
+from millrace.contracts.v1 import fleet_pb2
 from millrace.telemetry.gpus import GpuMonitor, GpuReading, visible
-from millrace.wire.field_rules import MOST_GPUS, MOST_HOSTS
-from millrace.wire.v1 import fleet_pb2
 
 EVERY_S = 5.0
 """Seconds between two readings of memory. One looks through all processes of the host."""

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import Fenced, InvalidState
 from millrace.ids import Epoch, JobId, Version
-from millrace.wire.v1 import weights_pb2
 
 
 class Phase(Enum):

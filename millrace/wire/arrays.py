@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.wire.v1 import common_pb2
+from millrace.contracts.v1 import common_pb2
 
 NOT_TOLD = -1
 """Stands for an expert of a token for which the engine reported no routing."""

@@ -14,10 +14,10 @@ from typing import Any
 
 import grpc
 
+from millrace.contracts.method import Request, Response, Streaming, Unary
 from millrace.errors import InvalidState, Unavailable
 from millrace.telemetry.spans.context import outgoing
 from millrace.wire.deadlines import DEADLINES_S
-from millrace.wire.method import Request, Response, Streaming, Unary
 from millrace.wire.status import error_of
 
 MAX_MESSAGE_BYTES = 1 << 30

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
+from millrace.contracts.v1 import common_pb2, rollout_pb2
 from millrace.drops import Drop, DropReason
 from millrace.errors import InvalidState
 from millrace.ids import Purpose
 from millrace.sandbox.boundaries import Boundary, Missing
-from millrace.wire.v1 import common_pb2, rollout_pb2
 
 PURPOSES = {
     common_pb2.PURPOSE_TRAIN: Purpose.TRAIN,

@@ -16,9 +16,9 @@ import structlog
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
+from millrace.contracts.field_rules import check
 from millrace.errors import Fenced, InvalidRequest, MillraceError, NotFound, Unavailable
 from millrace.telemetry.spans.context import enter, incoming
-from millrace.wire.field_rules import check
 from millrace.wire.status import status_of
 from millrace.wire.tally import Tally
 

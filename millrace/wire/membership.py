@@ -9,12 +9,12 @@ from pathlib import Path
 
 import structlog
 
+from millrace.contracts.method import Request, Response, Unary
+from millrace.contracts.methods import FleetRpc
+from millrace.contracts.v1 import fleet_pb2
 from millrace.errors import InvalidRequest, InvalidState, MillraceError, NotFound, Unavailable
 from millrace.ids import MemberId
 from millrace.wire.channel import Peer
-from millrace.wire.method import Request, Response, Unary
-from millrace.wire.methods import FleetRpc
-from millrace.wire.v1 import fleet_pb2
 
 log = structlog.get_logger(__name__)
 DRAINED_FILE = "MILLRACE_DRAINED_FILE"

@@ -7,11 +7,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from millrace.contracts.v1 import logs_pb2, logs_pb2_grpc
 from millrace.errors import Unavailable
 from millrace.telemetry.log_tail import TAIL
 from millrace.wire.channel import OPTIONS, token
 from millrace.wire.gate import Gate, Observe, unobserved
-from millrace.wire.v1 import logs_pb2, logs_pb2_grpc
 
 LARGEST_GROUP_BYTES = 512 << 20
 """Largest message with a group that the coordinator takes; Redis takes no larger value. 16 answers of 32,768 tokens

@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import grpc
 
+from millrace.contracts.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, work_pb2, work_pb2_grpc
 from millrace.errors import Fenced, InvalidState, NotFound
 from millrace.ids import JobId, MemberId, PromptId
 from millrace.wire.enums import drop_of
-from millrace.wire.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, work_pb2, work_pb2_grpc
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.span_store import SpanStore

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.contracts.v1 import common_pb2
 from millrace.errors import MillraceError
 from millrace.ids import Version
 from millrace.spec import JobSpec
-from millrace.wire.v1 import common_pb2
 from services.rollout.weights.engine_weights import EngineWeights
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
+from millrace.contracts.v1 import fleet_pb2, weights_pb2
 from millrace.ids import MemberId, Version
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.prometheus import replica as names
@@ -19,7 +20,6 @@ from millrace.telemetry.metrics.prometheus.members import (
 )
 from millrace.telemetry.metrics.prometheus.registry import DeclaredRegistry
 from millrace.telemetry.usage import UsageMonitor
-from millrace.wire.v1 import fleet_pb2, weights_pb2
 from services.rollout.engine import Engine, EngineStats, Load
 from services.rollout.judges.client import JudgeClient
 from services.rollout.judges.scorer import JudgeScorer

@@ -11,6 +11,7 @@ import structlog
 
 import millrace
 from millrace import hub
+from millrace.contracts.v1 import fleet_pb2, rollout_pb2
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import JobId, MemberId, Version
 from millrace.local.devices import device_name
@@ -23,7 +24,6 @@ from millrace.weights.plans.manifest import Manifest
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.enums import missing_messages
 from millrace.wire.membership import Membership
-from millrace.wire.v1 import fleet_pb2, rollout_pb2
 from services.rollout.engine import Engine, EngineDied, Load
 from services.rollout.engines import create, import_errors
 from services.rollout.environments.runner import EnvironmentEpisodes

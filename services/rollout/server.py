@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 import structlog
 
+from millrace.contracts.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, work_pb2
 from millrace.errors import BadRow, MillraceError
 from millrace.ids import JobId
 from millrace.telemetry.spans.kinds import SpanKind
@@ -15,7 +16,6 @@ from millrace.telemetry.spans.recorder import span
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans.manifest import Content
 from millrace.wire.arrays import pack_tokens
-from millrace.wire.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, work_pb2
 from services.rollout.replica import Replica
 from services.rollout.weights.receiver import PublicationReceiver
 from services.rollout.work.groups import sampling_of

@@ -6,9 +6,9 @@ from typing import Any
 from typer.testing import CliRunner
 
 from millrace.cli import app
+from millrace.contracts.methods import FleetRpc
+from millrace.contracts.v1 import fleet_pb2
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
-from millrace.wire.methods import FleetRpc
-from millrace.wire.v1 import fleet_pb2
 from tests.services.coordinator.conftest import running
 
 

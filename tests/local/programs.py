@@ -43,7 +43,7 @@ MEMBER = """
 import asyncio, sys
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.membership import Membership
-from millrace.wire.v1 import fleet_pb2
+from millrace.contracts.v1 import fleet_pb2
 
 async def serve(coordinator, name):
     drained = asyncio.Event()

@@ -1,5 +1,5 @@
+from millrace.contracts.v1 import rollout_pb2
 from millrace.sandbox.boundaries import Boundary
-from millrace.wire.v1 import rollout_pb2
 
 
 def test_the_contract_has_every_boundary() -> None:

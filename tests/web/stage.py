@@ -14,6 +14,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models
 
+from millrace.contracts.methods import FleetRpc
+from millrace.contracts.v1 import common_pb2, fleet_pb2, trainer_pb2, work_pb2
 from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
 from millrace.ids import MemberId
@@ -26,8 +28,6 @@ from millrace.telemetry.spans.recorder import Recorder, Span
 from millrace.telemetry.usage import HostMemory, usage_message
 from millrace.timeline.view import LaneKind
 from millrace.wire.arrays import pack_floats, pack_logprobs, pack_tokens, unpack_logprobs
-from millrace.wire.methods import FleetRpc
-from millrace.wire.v1 import common_pb2, fleet_pb2, trainer_pb2, work_pb2
 from tests.services.coordinator.cluster import Cluster
 from tests.services.coordinator.conftest import CoordinatorProcess, running
 from tests.services.coordinator.peers import Member, Shape, SimulatedReplica, SimulatedTrainer

@@ -11,8 +11,8 @@ import grpc
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from millrace.wire import methods
-from millrace.wire.method import Streaming, Unary
+from millrace.contracts import methods
+from millrace.contracts.method import Streaming, Unary
 from millrace.wire.status import CODES
 
 Method = Unary[Any, Any] | Streaming[Any, Any]

@@ -2,11 +2,11 @@
 
 import pytest
 
+from millrace.contracts.v1 import common_pb2
 from millrace.drops import Drop, DropReason
 from millrace.errors import InvalidState
 from millrace.ids import Purpose
 from millrace.wire import enums
-from millrace.wire.v1 import common_pb2
 
 
 def test_every_drop_reason_crosses_the_wire() -> None:

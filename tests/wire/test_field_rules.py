@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from millrace.contracts.field_rules import RULES, check
+from millrace.contracts.v1 import fleet_pb2, logs_pb2, nodes_pb2, rollout_pb2, trainer_pb2, weights_pb2, work_pb2
 from millrace.errors import InvalidRequest
-from millrace.wire.field_rules import RULES, check
-from millrace.wire.v1 import fleet_pb2, logs_pb2, nodes_pb2, rollout_pb2, trainer_pb2, weights_pb2, work_pb2
 
 REF = weights_pb2.PublicationRef(job_id="job-1")
 STEP: dict[str, Any] = {

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 import pytest
 
+from millrace.contracts.methods import FleetRpc
+from millrace.contracts.v1 import fleet_pb2, fleet_pb2_grpc
 from millrace.errors import InvalidRequest, InvalidState, MillraceError, Unavailable
 from millrace.wire import channel, gate
 from millrace.wire.channel import Peer
-from millrace.wire.methods import FleetRpc
 from millrace.wire.server import Server
-from millrace.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from tests.peak_memory import Peak
 from tests.wire.http2 import call
 

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
+from millrace.contracts.v1 import fleet_pb2, fleet_pb2_grpc
 from millrace.errors import InvalidState, MillraceError, NotFound, Unavailable
 from millrace.ids import MemberId
 from millrace.wire.channel import Peer
 from millrace.wire.membership import Membership
 from millrace.wire.server import Server
-from millrace.wire.v1 import fleet_pb2, fleet_pb2_grpc
 
 MEMBER = MemberId("rollout-1")
 

@@ -9,15 +9,23 @@ import structlog.testing
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from millrace import errors
+from millrace.contracts.methods import FleetRpc, WorkRpc
+from millrace.contracts.v1 import (
+    fleet_pb2,
+    fleet_pb2_grpc,
+    nodes_pb2,
+    rollout_pb2,
+    trainer_pb2,
+    work_pb2,
+    work_pb2_grpc,
+)
 from millrace.errors import InvalidState, MillraceError, NotFound, PublicationFailed, Unavailable
 from millrace.wire import arrays, channel, probe
 from millrace.wire import server as server_module
 from millrace.wire.channel import Peer
 from millrace.wire.deadlines import DEADLINES_S
-from millrace.wire.methods import FleetRpc, WorkRpc
 from millrace.wire.server import Server
 from millrace.wire.status import error_of
-from millrace.wire.v1 import fleet_pb2, fleet_pb2_grpc, nodes_pb2, rollout_pb2, trainer_pb2, work_pb2, work_pb2_grpc
 
 CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MillraceError)]
 NAME = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name

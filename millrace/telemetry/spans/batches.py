@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
+from millrace.contracts.v1 import spans_pb2
 from millrace.ids import MemberId
 from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import Recorder, Span
 from millrace.timeline.view import LaneKind
-from millrace.wire.v1 import spans_pb2
 
 KIND_NUMBERS = {kind: getattr(spans_pb2, f"SPAN_KIND_{kind.name}") for kind in SpanKind}
 KINDS = {number: kind for kind, number in KIND_NUMBERS.items()}

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import InvalidState
-from millrace.wire.v1 import weights_pb2
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int64": 8, "int32": 4, "uint8": 1}
 

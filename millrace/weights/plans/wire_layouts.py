@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.hosts import UNKNOWN
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.sharded import MESSAGE_BYTES, ShardedPlan, plan
-from millrace.wire.v1 import weights_pb2
 
 LARGEST_MESSAGE_BYTES = 1 << 40
 

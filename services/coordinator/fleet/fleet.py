@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import structlog
 
+from millrace.contracts.method import Request, Response, Unary
+from millrace.contracts.v1 import fleet_pb2
 from millrace.errors import InvalidState, NotFound, Unavailable
 from millrace.ids import Epoch, JobId, MemberId
 from millrace.rest import FleetView, MemberKind
 from millrace.spec.pools.pool import ROLLOUT
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.deadlines import DEADLINES_S
-from millrace.wire.method import Request, Response, Unary
-from millrace.wire.v1 import fleet_pb2
 from services.coordinator.fleet.patience import Patience
 from services.coordinator.state.bell import Bell, waited
 from services.coordinator.state.member import KINDS, Configured, Member, Pulse, Unconfigured, Weights

@@ -2,11 +2,11 @@
 
 import asyncio
 
+from millrace.contracts.method import Request, Response, Unary
+from millrace.contracts.methods import TrainerRpc
+from millrace.contracts.v1 import trainer_pb2
 from millrace.errors import Fenced, Unavailable
 from millrace.ids import JobId, Version
-from millrace.wire.method import Request, Response, Unary
-from millrace.wire.methods import TrainerRpc
-from millrace.wire.v1 import trainer_pb2
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.state.member import Member
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from pydantic_core import from_json
 
+from millrace.contracts.v1 import trainer_pb2
 from millrace.ids import Version
 from millrace.rest import HistogramView
 from millrace.telemetry.metrics.declaration import Owner
@@ -18,7 +19,6 @@ from millrace.telemetry.metrics.histograms import (
     StepHistogram,
     declared,
 )
-from millrace.wire.v1 import trainer_pb2
 from services.coordinator.state.group import GroupSummary
 from services.coordinator.store.records import Records
 

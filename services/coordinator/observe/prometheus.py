@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client import generate_latest
 
+from millrace.contracts.v1 import common_pb2
 from millrace.drops import DropReason
 from millrace.events import EventKind
 from millrace.ids import JobId
@@ -14,7 +15,6 @@ from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.prometheus import coordinator as names
 from millrace.telemetry.metrics.prometheus.every_service import describe_process
 from millrace.telemetry.metrics.prometheus.registry import DeclaredRegistry
-from millrace.wire.v1 import common_pb2
 from services.coordinator.observe.job_health import JobHealth
 from services.coordinator.observe.samples import STOPS
 from services.coordinator.state.job import ACTIVE, JobRecord

@@ -8,12 +8,12 @@ from typing import Any
 
 import structlog
 
+from millrace.contracts.v1 import common_pb2, trainer_pb2
 from millrace.ids import PromptId
 from millrace.rest import SampleView, TurnView
 from millrace.trajectories import episode_sizes, sampled_spans
 from millrace.wire.arrays import unpack_floats
 from millrace.wire.enums import PURPOSES
-from millrace.wire.v1 import common_pb2, trainer_pb2
 from services.coordinator.observe import tokens
 from services.coordinator.store.prompts import Prompts
 from services.coordinator.store.records import Records

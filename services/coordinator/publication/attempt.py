@@ -9,14 +9,14 @@ from typing import TypeVar
 import structlog
 
 from millrace import events
+from millrace.contracts.method import Request, Response, Unary
+from millrace.contracts.methods import RolloutRpc
+from millrace.contracts.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from millrace.errors import MillraceError, PublicationFailed
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans.manifest import Content
-from millrace.wire.method import Request, Response, Unary
-from millrace.wire.methods import RolloutRpc
-from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import TrainerLost
 from services.coordinator.publication.background import BackgroundCalls

@@ -8,11 +8,11 @@ one phase only is asked for the other by itself: it would have to pause generati
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from millrace.contracts.methods import RolloutRpc
+from millrace.contracts.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.manifest import Content
 from millrace.wire.deadlines import COMMIT_S
-from millrace.wire.methods import RolloutRpc
-from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from services.coordinator.publication.attempt import Attempt
 from services.coordinator.publication.transfer_setup import MODES, MemberLayouts
 from services.coordinator.state.job import JobRecord

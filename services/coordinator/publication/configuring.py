@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from millrace import events
+from millrace.contracts.methods import RolloutRpc, ScoringRpc
+from millrace.contracts.v1 import rollout_pb2
 from millrace.errors import InvalidJob, MillraceError, Mistake
 from millrace.spec.pools.pool import ROLLOUT
 from millrace.telemetry.spans.context import TraceContext, within
 from millrace.wire.enums import missing_of
-from millrace.wire.methods import RolloutRpc, ScoringRpc
-from millrace.wire.v1 import rollout_pb2
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.observe.events import Events
 from services.coordinator.state.job import JobRecord

@@ -8,10 +8,10 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.ids import MemberId
 from millrace.weights.plans.manifest import Content
-from millrace.wire.v1 import weights_pb2
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer, TrainerLost
 from services.coordinator.observe.events import Events

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.events import MEMBERS_TOLD, MemberTransfer, PublicationDone, PublishedContent, Source
 from millrace.ids import MemberId, Version
 from millrace.weights.plans.manifest import Content
-from millrace.wire.v1 import weights_pb2
 
 PARTS = ("gather_s", "code_s", "wire_s", "verify_s", "apply_s", "pause_s")
 """The seconds of a member of which the slowest counts."""

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from millrace.contracts.method import Request, Response, Unary
+from millrace.contracts.methods import RolloutRpc, TrainerRpc
+from millrace.contracts.v1 import trainer_pb2
 from millrace.errors import Unavailable
 from millrace.events import Source
-from millrace.wire.method import Request, Response, Unary
-from millrace.wire.methods import RolloutRpc, TrainerRpc
-from millrace.wire.v1 import trainer_pb2
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.state.member import Member

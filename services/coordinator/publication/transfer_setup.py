@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from millrace.contracts.methods import RolloutRpc
+from millrace.contracts.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from millrace.errors import MillraceError, PublicationFailed
 from millrace.spec.publication import Publication as Settings
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.manifest import Content
-from millrace.wire.methods import RolloutRpc
-from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from services.coordinator.publication.attempt import Attempt
 from services.coordinator.publication.path_choice import PathChoice
 from services.coordinator.state.member import Member

@@ -5,11 +5,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
+from millrace.contracts.methods import LogsRpc
+from millrace.contracts.v1 import logs_pb2
 from millrace.ids import MemberId
 from millrace.rest import FleetView, LogLineView, LogView, MemberView
 from millrace.telemetry.log_tail import MOST_LINES, TAIL, LogLine
-from millrace.wire.methods import LogsRpc
-from millrace.wire.v1 import logs_pb2
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.rest.schema import error_responses
 from services.coordinator.work.queue import Queue

@@ -15,10 +15,10 @@ from typing import Any
 import structlog
 
 from millrace import events
+from millrace.contracts.methods import TrainerRpc
+from millrace.contracts.v1 import trainer_pb2
 from millrace.errors import InvalidState, MillraceError, NotFound
 from millrace.telemetry.spans.kinds import SpanKind
-from millrace.wire.methods import TrainerRpc
-from millrace.wire.v1 import trainer_pb2
 from services.coordinator.stages.run import Run
 from services.coordinator.stages.spans import traced
 

@@ -4,13 +4,13 @@ import secrets
 import time
 
 from millrace import events
+from millrace.contracts.methods import TrainerRpc
+from millrace.contracts.v1 import trainer_pb2
 from millrace.errors import MillraceError, Unavailable
 from millrace.ids import Version
 from millrace.rest import JobState
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.wire.deadlines import of_job
-from millrace.wire.methods import TrainerRpc
-from millrace.wire.v1 import trainer_pb2
 from services.coordinator.stages.checkpoint import recover
 from services.coordinator.stages.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.spans import traced

@@ -5,11 +5,11 @@ import time
 from collections import defaultdict
 
 from millrace import events
+from millrace.contracts.v1 import work_pb2
 from millrace.data import PromptSource
 from millrace.ids import JobId, Purpose, Version, evaluation_prompt
 from millrace.spec.model import Evaluation
 from millrace.telemetry.spans.kinds import SpanKind
-from millrace.wire.v1 import work_pb2
 from services.coordinator.observe.evaluation import held_out
 from services.coordinator.observe.samples import samples_in
 from services.coordinator.observe.step_metrics import mean

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 from millrace import events
+from millrace.contracts.v1 import work_pb2
 from millrace.data import PromptRow, PromptSource
 from millrace.data.row import json_texts
 from millrace.drops import Drop, DropReason
@@ -16,7 +17,6 @@ from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
 from millrace.wire.enums import PURPOSE_NUMBERS
-from millrace.wire.v1 import work_pb2
 from services.coordinator.stages.run import Run
 from services.coordinator.stages.spans import stage_span
 from services.coordinator.state.lease import Draft, DroppedPrompt, QueuedPrompt

@@ -4,12 +4,12 @@ import time
 from dataclasses import replace
 
 from millrace import events
+from millrace.contracts.methods import TrainerRpc
+from millrace.contracts.v1 import trainer_pb2
 from millrace.errors import MillraceError, OutOfMemory
 from millrace.ids import PromptId
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
-from millrace.wire.methods import TrainerRpc
-from millrace.wire.v1 import trainer_pb2
 from services.coordinator.fleet.trainer import TrainerLost
 from services.coordinator.observe import histograms, series
 from services.coordinator.observe.samples import samples_in

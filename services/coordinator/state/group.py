@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
+from millrace.contracts.v1 import common_pb2
 from millrace.drops import Drop, DropReason
 from millrace.ids import PromptId, Version
 from millrace.rewards.outcome import NOT_FINITE, fits
@@ -22,7 +23,6 @@ from millrace.trajectories import (
     response_tokens,
     sampled_spans,
 )
-from millrace.wire.v1 import common_pb2
 
 Details = Mapping[str, Any]
 Value = TypeVar("Value")

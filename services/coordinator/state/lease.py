@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from millrace.contracts.v1 import work_pb2
 from millrace.drops import Drop
 from millrace.ids import Fence, JobId, LeaseId, PromptId, Purpose
 from millrace.wire.enums import PURPOSE_NUMBERS, purpose_of
-from millrace.wire.v1 import work_pb2
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from millrace.contracts.v1 import fleet_pb2
 from millrace.errors import MillraceError
 from millrace.ids import JobId, MemberId, Version
 from millrace.rest import MemberKind, MemberState, MemberView
 from millrace.sandbox.boundaries import Boundary
 from millrace.spec.pools.pool import ROLLOUT
-from millrace.wire.v1 import fleet_pb2
 from services.coordinator.state.usage import gpu_views, host_views, optional
 
 KINDS = {

@@ -1,7 +1,7 @@
 """What a member uses of its hosts, from its heartbeat to REST."""
 
+from millrace.contracts.v1 import fleet_pb2
 from millrace.rest import GpuView, HostView
-from millrace.wire.v1 import fleet_pb2
 
 
 def host_views(usage: fleet_pb2.MemberUsage) -> list[HostView]:

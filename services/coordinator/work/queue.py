@@ -11,6 +11,7 @@ from typing import Self
 import structlog
 
 from millrace import events
+from millrace.contracts.v1 import common_pb2, work_pb2
 from millrace.drops import Drop
 from millrace.errors import NotFound
 from millrace.ids import JobId, MemberId, Purpose
@@ -20,7 +21,6 @@ from millrace.spec.pools.pool import ROLLOUT
 from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
-from millrace.wire.v1 import common_pb2, work_pb2
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, TypeVarTuple
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import Version
 from millrace.spec.rollout import CachePolicy
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Manifest
-from millrace.wire.v1 import weights_pb2
 from services.rollout.engine import EngineDied, EngineStats, Load, Sample, Sampling
 from services.rollout.engines.slots import Slots
 from services.rollout.weights.engine_weights import CommitReport, ReceiveReport, SendReport

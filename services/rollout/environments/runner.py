@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from millrace.contracts.v1 import common_pb2
+from millrace.contracts.v1.common_pb2 import EpisodeAccount
 from millrace.drops import Drop, DropReason
 from millrace.errors import BadRow
 from millrace.spec import JobSpec
@@ -13,8 +15,6 @@ from millrace.spec.environment import Environment
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from millrace.validation import limits
-from millrace.wire.v1 import common_pb2
-from millrace.wire.v1.common_pb2 import EpisodeAccount
 from services.rollout.engine import Engine, Sampling
 from services.rollout.environments.environment import Called, EnvironmentFailed, Environments, ProcessLost, Session
 from services.rollout.episode.chat import Chat, Message

@@ -12,8 +12,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.contracts.v1 import common_pb2
 from millrace.wire.arrays import pack_experts, pack_logprobs, pack_tokens
-from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Sample
 from services.rollout.scoring.pool import Scored
 

@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from millrace.contracts.v1 import fleet_pb2
 from millrace.data.row import PromptRow
 from millrace.errors import InvalidJob
 from millrace.rewards.judges import template
 from millrace.rewards.judges.reply import NoScore, scaled, scores_by_pattern, scores_in_json
 from millrace.spec.judges.judge import Judge, JudgeTerm
-from millrace.wire.v1 import fleet_pb2
 from services.rollout.judges.client import JudgeClient, JudgeDown, JudgeRefused
 from services.rollout.judges.places import place_of
 from services.rollout.pools.client import PoolClient

@@ -9,12 +9,12 @@ from enum import Enum, auto
 import structlog
 
 from millrace import hub
+from millrace.contracts.methods import NodesRpc
+from millrace.contracts.v1 import nodes_pb2
 from millrace.errors import Fenced, InvalidJob, InvalidRequest, InvalidState, MillraceError, Unavailable
 from millrace.ids import new_member_id
 from millrace.spec import received
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
-from millrace.wire.methods import NodesRpc
-from millrace.wire.v1 import nodes_pb2
 from services.rollout.nodes.engine_share import EngineShare
 from services.rollout.nodes.place import EngineStart, Place
 

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import structlog
 
+from millrace.contracts.v1 import nodes_pb2
 from millrace.errors import Fenced, InvalidJob, InvalidState, Unavailable
 from millrace.local.ports import free_port
 from millrace.wire.address import host_address
 from millrace.wire.channel import PROTOCOL_VERSION
-from millrace.wire.v1 import nodes_pb2
 from services.rollout.engine import EngineDied
 from services.rollout.nodes.place import EngineStart, Place
 

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from millrace.wire.v1 import nodes_pb2, nodes_pb2_grpc
+from millrace.contracts.v1 import nodes_pb2, nodes_pb2_grpc
 from services.rollout.nodes.leader import Leader
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

@@ -6,13 +6,13 @@ from collections import Counter
 
 import structlog
 
+from millrace.contracts.method import Request, Response, Unary
+from millrace.contracts.methods import ScoringRpc
 from millrace.errors import InvalidState, Unavailable
 from millrace.ids import JobId
 from millrace.spec.pools.pool import Pool
 from millrace.wire.channel import Peer
 from millrace.wire.deadlines import DEADLINES_S
-from millrace.wire.method import Request, Response, Unary
-from millrace.wire.methods import ScoringRpc
 from services.rollout.pools.members import RETRY_S, PoolMembers
 
 log = structlog.get_logger(__name__)

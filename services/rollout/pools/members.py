@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import structlog
 
+from millrace.contracts.methods import FleetRpc
+from millrace.contracts.v1 import fleet_pb2
 from millrace.errors import Unavailable
 from millrace.ids import JobId
 from millrace.wire.channel import Peer
-from millrace.wire.methods import FleetRpc
-from millrace.wire.v1 import fleet_pb2
 
 log = structlog.get_logger(__name__)
 REFRESH_S = 5.0

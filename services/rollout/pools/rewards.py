@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from millrace.contracts.methods import ScoringRpc
+from millrace.contracts.v1 import scoring_pb2
 from millrace.data.row import PromptRow
 from millrace.errors import InvalidRequest
 from millrace.rewards import PoolTerm
-from millrace.wire.methods import ScoringRpc
-from millrace.wire.v1 import scoring_pb2
 from services.rollout.pools.client import PoolClient
 from services.rollout.scoring.scored import Answer, Scored
 

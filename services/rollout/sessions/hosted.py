@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
+from millrace.contracts.v1 import common_pb2
 from millrace.drops import Drop, DropReason
 from millrace.environments.built_in import Verifiers, options_of
 from millrace.rewards.outcome import fits
 from millrace.spec import JobSpec
 from millrace.spec.environment import Environment
-from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Engine, Sampling
 from services.rollout.environments.environment import EnvironmentFailed
 from services.rollout.episode.episode import Episode, Trajectory

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.ids import Version
 from millrace.spec.rollout import CachePolicy
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Manifest
-from millrace.wire.v1 import weights_pb2
 from services.rollout.weights.transfer_request import TransferRequest
 from services.rollout.weights.worker_methods import Checksums
 

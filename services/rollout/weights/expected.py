@@ -7,10 +7,10 @@ gather-and-broadcast message n is tensor n of the manifest.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.weights.plans.wire_layouts import Planner
-from millrace.wire.v1 import weights_pb2
 from services.rollout.weights.transfer_request import TransferRequest
 from services.rollout.weights.worker_methods import Checksums
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
+from millrace.contracts.v1 import rollout_pb2, weights_pb2
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import MemberId, Version
 from millrace.spec.rollout import CachePolicy
@@ -16,7 +17,6 @@ from millrace.telemetry.spans.recorder import RECORDER
 from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.weights.plans.manifest import Content
 from millrace.weights.plans.wire_layouts import Planner
-from millrace.wire.v1 import rollout_pb2, weights_pb2
 from services.rollout.weights.engine_weights import CommitReport, EngineWeights, ReceiveReport
 from services.rollout.weights.expected import ExpectedMessages, expected
 from services.rollout.weights.sibling_copies import ServedContent, ServedVersion, SiblingCopies

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import structlog
 from torch.distributed import TCPStore
 
+from millrace.contracts.v1 import trainer_pb2, weights_pb2
 from millrace.errors import Fenced, InvalidState, PublicationFailed
 from millrace.ids import JobId, MemberId, Version
 from millrace.weights.phases import Phase, PublicationId, PublicationState
@@ -17,7 +18,6 @@ from millrace.weights.plans.manifest import Content, Manifest
 from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.transfer.channels.rendezvous import serve_store
 from millrace.wire.address import host_address
-from millrace.wire.v1 import trainer_pb2, weights_pb2
 from services.rollout.weights.engine_weights import EngineWeights
 from services.rollout.weights.transfer_request import TransferRequest
 

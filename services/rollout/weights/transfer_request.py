@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
+from millrace.contracts.v1 import rollout_pb2, weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans.manifest import Manifest
-from millrace.wire.v1 import rollout_pb2, weights_pb2
 
 PREPARE_AGAIN = "prepare it again with a new attempt."
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from millrace.contracts.v1 import common_pb2, work_pb2
 from millrace.drops import Drop, DropReason
 from millrace.errors import BadRow, InvalidRequest
 from millrace.ids import MemberId
@@ -14,7 +15,6 @@ from millrace.rewards.outcome import BadOutcome, separate_rewards
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
 from millrace.wire.arrays import pack_tokens
-from millrace.wire.v1 import common_pb2, work_pb2
 from services.rollout.engine import Engine, Sampling
 from services.rollout.episode.episode import Episode
 from services.rollout.episode.sampled import sampled

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import structlog
 
+from millrace.contracts.methods import WorkRpc
+from millrace.contracts.v1 import common_pb2, work_pb2
 from millrace.drops import Drop, DropReason
 from millrace.errors import Fenced, InvalidState, MillraceError, NotFound, Unavailable
 from millrace.ids import MemberId
@@ -19,9 +21,7 @@ from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
 from millrace.wire.channel import Peer
 from millrace.wire.enums import drop_message
-from millrace.wire.methods import WorkRpc
 from millrace.wire.server import LARGEST_GROUP_BYTES
-from millrace.wire.v1 import common_pb2, work_pb2
 from services.rollout.engine import Engine, EngineDied, Sample
 from services.rollout.episode.slots import Slots
 from services.rollout.work.concurrency import Concurrency

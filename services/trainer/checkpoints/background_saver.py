@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import structlog
 
+from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.errors import InvalidState, MillraceError, Unavailable
-from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.checkpoints.checkpoint import PendingCheckpoint
 from services.trainer.ranks.heartbeats import Heartbeats
 from services.trainer.ranks.world import World

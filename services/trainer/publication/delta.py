@@ -14,14 +14,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from millrace.contracts.v1 import weights_pb2
+from millrace.contracts.v1.trainer_pb2 import PrepareSendRequest, PrepareSendResponse, TransferSendRequest
 from millrace.errors import PublicationFailed
 from millrace.weights.phases import PublicationId
 from millrace.weights.transfer.channels.channel import Channel
 from millrace.weights.transfer.delta.exchange import SendingDeltas
 from millrace.weights.transfer.delta.snapshot import Snapshot
 from millrace.weights.transfer.pipeline import TransferTimes
-from millrace.wire.v1 import weights_pb2
-from millrace.wire.v1.trainer_pb2 import PrepareSendRequest, PrepareSendResponse, TransferSendRequest
 from services.trainer.memory import exhausted
 from services.trainer.protocol.backend import Backend
 from services.trainer.publication.sharded import Prepared, ShardedTransfer

@@ -10,6 +10,13 @@ import structlog
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from millrace.contracts.v1 import weights_pb2
+from millrace.contracts.v1.trainer_pb2 import (
+    PrepareSendRequest,
+    PrepareSendResponse,
+    TransferSendRequest,
+    TransferSendResponse,
+)
 from millrace.errors import PublicationFailed
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans.gather_broadcast import gather_broadcast
@@ -17,13 +24,6 @@ from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
 from millrace.weights.transfer.checksum import checksum
 from millrace.wire.address import host_address
-from millrace.wire.v1 import weights_pb2
-from millrace.wire.v1.trainer_pb2 import (
-    PrepareSendRequest,
-    PrepareSendResponse,
-    TransferSendRequest,
-    TransferSendResponse,
-)
 from services.trainer.protocol.backend import Backend, published
 from services.trainer.protocol.published import Published
 

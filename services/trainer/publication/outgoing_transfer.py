@@ -2,13 +2,13 @@
 
 from typing import Protocol
 
-from millrace.weights.phases import PublicationId
-from millrace.wire.v1.trainer_pb2 import (
+from millrace.contracts.v1.trainer_pb2 import (
     PrepareSendRequest,
     PrepareSendResponse,
     TransferSendRequest,
     TransferSendResponse,
 )
+from millrace.weights.phases import PublicationId
 from services.trainer.protocol.backend import Backend
 
 

@@ -2,11 +2,8 @@
 
 from collections.abc import Mapping
 
-from millrace.errors import Fenced, InvalidState
-from millrace.ids import Version
-from millrace.weights.phases import PublicationId
-from millrace.wire.v1 import weights_pb2
-from millrace.wire.v1.trainer_pb2 import (
+from millrace.contracts.v1 import weights_pb2
+from millrace.contracts.v1.trainer_pb2 import (
     DescribeSendRequest,
     DescribeSendResponse,
     PrepareSendRequest,
@@ -14,6 +11,9 @@ from millrace.wire.v1.trainer_pb2 import (
     TransferSendRequest,
     TransferSendResponse,
 )
+from millrace.errors import Fenced, InvalidState
+from millrace.ids import Version
+from millrace.weights.phases import PublicationId
 from services.trainer.protocol.backend import Backend
 from services.trainer.publication import sharded
 from services.trainer.publication.delta import DeltaTransfer

@@ -8,6 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 from torch.distributed import TCPStore
 
+from millrace.contracts.v1 import weights_pb2
+from millrace.contracts.v1.trainer_pb2 import (
+    DescribeSendRequest,
+    DescribeSendResponse,
+    PrepareSendRequest,
+    PrepareSendResponse,
+    TransferSendRequest,
+    TransferSendResponse,
+)
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts
@@ -20,15 +29,6 @@ from millrace.weights.transfer.channels.rendezvous import Rendezvous, nccl_id
 from millrace.weights.transfer.pipeline import SendPipeline, TransferTimes
 from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.address import host_address, host_name
-from millrace.wire.v1 import weights_pb2
-from millrace.wire.v1.trainer_pb2 import (
-    DescribeSendRequest,
-    DescribeSendResponse,
-    PrepareSendRequest,
-    PrepareSendResponse,
-    TransferSendRequest,
-    TransferSendResponse,
-)
 from services.trainer.memory import exhausted
 from services.trainer.protocol.backend import Backend, published
 from services.trainer.ranks import collectives

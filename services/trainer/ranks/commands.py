@@ -17,8 +17,8 @@ from google.protobuf.any_pb2 import Any as Packed
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import Message
 
+from millrace.contracts.method import Unary
 from millrace.errors import MillraceError, OutOfMemory, Unavailable
-from millrace.wire.method import Unary
 from services.trainer.ranks.answers import Answer, Crash, decode_answer, encode_answer
 from services.trainer.ranks.heartbeats import Heartbeats
 from services.trainer.ranks.world import World

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import structlog
 from torch.distributed import DistError
 
-from millrace.wire.v1 import fleet_pb2
+from millrace.contracts.v1 import fleet_pb2
 from services.trainer.ranks.usage import Usage, UsageMeter, usage_of_ranks
 from services.trainer.ranks.world import World
 

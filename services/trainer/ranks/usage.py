@@ -7,9 +7,9 @@ from typing import Any, Self
 import psutil
 import torch
 
+from millrace.contracts.v1 import fleet_pb2
 from millrace.telemetry.gpus import GpuReading, Gpus
 from millrace.telemetry.usage import HostMemory, host_memory, usage_message
-from millrace.wire.v1 import fleet_pb2
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ millrace/telemetry/metrics/prometheus."""
 
 import torch
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.ids import MemberId
 from millrace.telemetry.gpus import GpuReading
 from millrace.telemetry.metrics.declaration import Owner
@@ -16,7 +17,6 @@ from millrace.telemetry.metrics.prometheus.members import (
     record_publication,
 )
 from millrace.telemetry.metrics.prometheus.registry import DeclaredRegistry
-from millrace.wire.v1 import weights_pb2
 from services.trainer.ranks.heartbeats import Heartbeats
 from services.trainer.service.servicer import TrainerService
 

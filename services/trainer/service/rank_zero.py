@@ -10,6 +10,8 @@ import structlog
 import torch
 
 import millrace
+from millrace.contracts.v1 import fleet_pb2
+from millrace.contracts.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import MemberId
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsEndpoint
@@ -21,8 +23,6 @@ from millrace.wire.address import bind_address
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.membership import Membership
 from millrace.wire.server import Server
-from millrace.wire.v1 import fleet_pb2
-from millrace.wire.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
 from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import CommandSender

@@ -9,6 +9,11 @@ from typing import Protocol, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from millrace.contracts.method import Unary
+from millrace.contracts.methods import TrainerRpc
+from millrace.contracts.v1 import trainer_pb2 as pb
+from millrace.contracts.v1 import weights_pb2
+from millrace.contracts.v1.trainer_pb2_grpc import TrainerServicer
 from millrace.errors import Fenced, MillraceError, NotFound, PartialOutOfMemory, PartialStep
 from millrace.ids import JobId, Version
 from millrace.spec import JobSpec, received
@@ -17,11 +22,6 @@ from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.wire.deadlines import DEADLINES_S, of_job
-from millrace.wire.method import Unary
-from millrace.wire.methods import TrainerRpc
-from millrace.wire.v1 import trainer_pb2 as pb
-from millrace.wire.v1 import weights_pb2
-from millrace.wire.v1.trainer_pb2_grpc import TrainerServicer
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import RanksFailed
 from services.trainer.service.call_lock import CallKey, CallLock

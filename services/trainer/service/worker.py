@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import structlog
 
 from millrace import hub
+from millrace.contracts.methods import TrainerRpc
+from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.data.shared_copies import SharedCopy, in_shared_memory
 from millrace.errors import InvalidState, OutOfMemory, PartialOutOfMemory, PartialStep
 from millrace.ids import JobId, Version
@@ -17,8 +19,6 @@ from millrace.spec import JobSpec
 from millrace.spec.checking import choices, hosts
 from millrace.spec.checking.advice import advice
 from millrace.telemetry.spans.context import TraceContext, within
-from millrace.wire.methods import TrainerRpc
-from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
 from services.trainer.checkpoints.background_saver import BackgroundSaver

@@ -20,10 +20,10 @@ from torch import Tensor
 from millrace.batching.cost import SequenceCost
 from millrace.batching.plan import Plan, plan_microbatches, repack
 from millrace.batching.report import report
+from millrace.contracts.v1.trainer_pb2 import GroupRef
 from millrace.engines import ENGINE_NAMES
 from millrace.rl.formulas import segments
 from millrace.wire.arrays import TokenScores as TeacherScores
-from millrace.wire.v1.trainer_pb2 import GroupRef
 from services.trainer.protocol.backend import Backend, DataParallel
 from services.trainer.protocol.microbatch import MicroBatch, Sample
 from services.trainer.ranks import collectives

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from millrace.contracts.methods import WorkRpc
+from millrace.contracts.v1 import common_pb2, work_pb2
 from millrace.errors import InvalidState
 from millrace.rewards.outcome import BadOutcome, separate_rewards
 from millrace.trajectories import episode_sizes
 from millrace.wire.arrays import TokenScores, unpack_experts, unpack_logprobs, unpack_tokens
 from millrace.wire.channel import Peer
-from millrace.wire.methods import WorkRpc
-from millrace.wire.v1 import common_pb2, work_pb2
 from services.trainer.protocol.microbatch import Sample, Turn
 from services.trainer.step.batch import TrajectoryRef
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from millrace.contracts.v1.trainer_pb2 import GroupRef, TrainedGroup, TrainedTrajectory
 from millrace.wire.arrays import pack_floats
-from millrace.wire.v1.trainer_pb2 import GroupRef, TrainedGroup, TrainedTrajectory
 
 MOST_TOKENS = 1 << 18
 """Most sampled tokens that a step tells of: 2 MiB of log-probabilities and advantages."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from millrace.contracts.v1.trainer_pb2 import StepRequest, TrainedGroup
 from millrace.errors import InvalidJob, NonFinite, PartialStep
 from millrace.spec import JobSpec
 from millrace.spec.checking.choices import teacher_top
 from millrace.telemetry.metrics.histograms import Histogram
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
-from millrace.wire.v1.trainer_pb2 import StepRequest, TrainedGroup
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend
 from services.trainer.ranks import collectives

@@ -13,18 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.errors import Fenced, InvalidState, MillraceError, NotFound
-from millrace.ids import new_member_id
-from millrace.weights.plans import wire_layouts
-from millrace.weights.plans.boxes import Boxes
-from millrace.weights.plans.gather_broadcast import gather_broadcast
-from millrace.weights.plans.layout import most_dims, whole_layout
-from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
-from millrace.wire.arrays import pack_floats, pack_logprobs, pack_tokens, unpack_logprobs
-from millrace.wire.channel import PROTOCOL_VERSION, Peer
-from millrace.wire.methods import FleetRpc, WorkRpc
-from millrace.wire.server import Server
-from millrace.wire.v1 import (
+from millrace.contracts.methods import FleetRpc, WorkRpc
+from millrace.contracts.v1 import (
     common_pb2,
     fleet_pb2,
     rollout_pb2,
@@ -34,6 +24,16 @@ from millrace.wire.v1 import (
     weights_pb2,
     work_pb2,
 )
+from millrace.errors import Fenced, InvalidState, MillraceError, NotFound
+from millrace.ids import new_member_id
+from millrace.weights.plans import wire_layouts
+from millrace.weights.plans.boxes import Boxes
+from millrace.weights.plans.gather_broadcast import gather_broadcast
+from millrace.weights.plans.layout import most_dims, whole_layout
+from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
+from millrace.wire.arrays import pack_floats, pack_logprobs, pack_tokens, unpack_logprobs
+from millrace.wire.channel import PROTOCOL_VERSION, Peer
+from millrace.wire.server import Server
 
 MANIFEST = Manifest((TensorInfo("model.norm.weight", (8,), "float32"),))
 CHECKSUMS = [7]

@@ -5,9 +5,9 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from millrace.contracts.v1 import work_pb2
 from millrace.ids import JobId, PromptId, Purpose
 from millrace.rest import JobState
-from millrace.wire.v1 import work_pb2
 from services.coordinator.state.job import JobRecord
 from services.coordinator.state.lease import QueuedPrompt
 from services.coordinator.store import Store

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from millrace.contracts.v1 import common_pb2, fleet_pb2, work_pb2
 from millrace.rest import JobState
 from millrace.wire.channel import PROTOCOL_VERSION
-from millrace.wire.v1 import common_pb2, fleet_pb2, work_pb2
 from tests.peak_memory import Peak
 from tests.services.coordinator.conftest import CoordinatorProcess
 from tests.wire.fuzz import fuzz, methods_of

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from millrace.contracts.v1 import common_pb2
 from millrace.drops import DropReason
 from millrace.errors import Unavailable
 from millrace.rest import JobRequest, JobState, WarningCause
-from millrace.wire.v1 import common_pb2
 from tests.services.coordinator.cluster import Cluster, named, scenario, until
 
 

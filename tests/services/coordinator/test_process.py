@@ -10,11 +10,11 @@ from typing import Any
 import psutil
 import pytest
 
+from millrace.contracts.methods import FleetRpc
+from millrace.contracts.v1 import fleet_pb2
 from millrace.errors import InvalidState
 from millrace.rest import JobState
 from millrace.wire.channel import Peer
-from millrace.wire.methods import FleetRpc
-from millrace.wire.v1 import fleet_pb2
 from services.coordinator.redis_server import RedisServer
 from tests.ports import held_port
 from tests.processes import runs

@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 from millrace.client import Client
+from millrace.contracts.methods import FleetRpc
+from millrace.contracts.v1 import fleet_pb2
 from millrace.errors import Unavailable
 from millrace.rest import JobState
-from millrace.wire.methods import FleetRpc
-from millrace.wire.v1 import fleet_pb2
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.store.connection import Connection
 from tests.services.coordinator.cluster import Cluster, scenario, until

@@ -9,17 +9,9 @@ from typing import Any
 import grpc
 import torch
 
-from millrace.drops import Drop
-from millrace.errors import Fenced, InvalidState, NotFound
-from millrace.spec import JobSpec
-from millrace.telemetry.spans.context import TraceContext
-from millrace.weights.plans.gather_broadcast import gather_broadcast
-from millrace.wire.channel import PROTOCOL_VERSION, Peer
-from millrace.wire.enums import drop_of
-from millrace.wire.method import Request, Response, Unary
-from millrace.wire.methods import RolloutRpc
-from millrace.wire.server import Server
-from millrace.wire.v1 import (
+from millrace.contracts.method import Request, Response, Unary
+from millrace.contracts.methods import RolloutRpc
+from millrace.contracts.v1 import (
     common_pb2,
     fleet_pb2,
     fleet_pb2_grpc,
@@ -28,6 +20,14 @@ from millrace.wire.v1 import (
     work_pb2,
     work_pb2_grpc,
 )
+from millrace.drops import Drop
+from millrace.errors import Fenced, InvalidState, NotFound
+from millrace.spec import JobSpec
+from millrace.telemetry.spans.context import TraceContext
+from millrace.weights.plans.gather_broadcast import gather_broadcast
+from millrace.wire.channel import PROTOCOL_VERSION, Peer
+from millrace.wire.enums import drop_of
+from millrace.wire.server import Server
 from tests.sender import Sender
 
 JOB = "job-test"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from millrace.contracts.v1 import common_pb2
 from millrace.trajectories import sampled_spans
 from millrace.wire.arrays import unpack_logprobs, unpack_tokens
-from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Sample, Sampling
 from services.rollout.engines import probe
 from services.rollout.engines.versioned import VersionedEngine

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from millrace.contracts.v1 import rollout_pb2, trainer_pb2, weights_pb2, work_pb2
 from millrace.weights.plans.manifest import Content
-from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2, work_pb2
 from tests.peak_memory import Peak
 from tests.services.rollout.coordinator import JOB, configure, status
 from tests.services.rollout.jobs import job_spec

@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from millrace.contracts.v1 import fleet_pb2
 from millrace.spec import JobSpec
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.wire.channel import Peer
-from millrace.wire.v1 import fleet_pb2
 from tests.deploy.expressions import without_data
 from tests.models import random_model
 from tests.processes import runs

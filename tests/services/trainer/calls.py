@@ -5,13 +5,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from millrace.contracts.method import Request, Response, Unary
+from millrace.contracts.methods import TrainerRpc
+from millrace.contracts.v1 import common_pb2, weights_pb2
+from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.spec import JobSpec
 from millrace.wire.channel import Peer
 from millrace.wire.deadlines import DEADLINES_S
-from millrace.wire.method import Request, Response, Unary
-from millrace.wire.methods import TrainerRpc
-from millrace.wire.v1 import common_pb2, weights_pb2
-from millrace.wire.v1 import trainer_pb2 as pb
 from tests.services.trainer.groups import refs
 
 JOB = "job-1"

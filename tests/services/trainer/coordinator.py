@@ -8,11 +8,11 @@ from typing import Any
 
 import grpc
 
+from millrace.contracts.v1 import common_pb2, fleet_pb2, work_pb2
+from millrace.contracts.v1.fleet_pb2_grpc import FleetServicer, add_FleetServicer_to_server
+from millrace.contracts.v1.work_pb2_grpc import WorkServicer, add_WorkServicer_to_server
 from millrace.errors import InvalidState, NotFound
 from millrace.wire.server import Server
-from millrace.wire.v1 import common_pb2, fleet_pb2, work_pb2
-from millrace.wire.v1.fleet_pb2_grpc import FleetServicer, add_FleetServicer_to_server
-from millrace.wire.v1.work_pb2_grpc import WorkServicer, add_WorkServicer_to_server
 
 
 class Script(FleetServicer, WorkServicer):

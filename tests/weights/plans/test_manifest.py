@@ -2,8 +2,8 @@
 
 import pytest
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
-from millrace.wire.v1 import weights_pb2
 
 TENSORS = (TensorInfo("a.weight", (4, 8), "bfloat16"), TensorInfo("b.bias", (3,), "float32"))
 

@@ -7,13 +7,13 @@ generation is paused, by the thread that generates.
 
 import threading
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.rendezvous import nccl_id
 from millrace.weights.transfer.checksum import checksum
 from millrace.wire.address import host_name
-from millrace.wire.v1 import weights_pb2
 from services.rollout.weights.in_worker.delta import DeltaPath
 from services.rollout.weights.in_worker.gather_broadcast import GatherBroadcastPath
 from services.rollout.weights.in_worker.incoming import IncomingPath, IncomingTransfer

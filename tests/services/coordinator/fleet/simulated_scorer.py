@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping
 
+from millrace.contracts.methods import FleetRpc
+from millrace.contracts.v1 import fleet_pb2, rollout_pb2, scoring_pb2_grpc
 from millrace.ids import new_member_id
 from millrace.wire.channel import PROTOCOL_VERSION
-from millrace.wire.methods import FleetRpc
-from millrace.wire.v1 import fleet_pb2, rollout_pb2, scoring_pb2_grpc
 from tests.services.coordinator.peers import Member
 
 

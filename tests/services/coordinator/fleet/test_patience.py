@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from millrace.contracts.v1 import fleet_pb2
 from millrace.ids import MemberId
 from millrace.wire.channel import PROTOCOL_VERSION
-from millrace.wire.v1 import fleet_pb2
 from services.coordinator.fleet import fleet as fleet_module
 from services.coordinator.fleet.fleet import PROBES_AT_ONCE, Fleet
 from services.coordinator.fleet.patience import HEARTBEATS_PER_S, LONGEST_HEARTBEAT_S, Patience

@@ -8,11 +8,11 @@ from typing import Any
 from typer.testing import CliRunner
 
 from millrace.cli import app
+from millrace.contracts.methods import FleetRpc, WorkRpc
+from millrace.contracts.v1 import fleet_pb2, work_pb2
 from millrace.errors import InvalidJob
 from millrace.rest import JobState, JobView, WaitingFor
 from millrace.wire.channel import Peer
-from millrace.wire.methods import FleetRpc, WorkRpc
-from millrace.wire.v1 import fleet_pb2, work_pb2
 from tests.services.coordinator.cluster import Cluster, scenario, until
 from tests.services.coordinator.fleet.simulated_scorer import SimulatedScorer
 

@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from millrace.contracts.v1 import trainer_pb2
 from millrace.ids import Purpose, Version
 from millrace.rest import HistogramView
 from millrace.telemetry.metrics.histograms import Histogram
-from millrace.wire.v1 import trainer_pb2
 from services.coordinator.observe import histograms
 from services.coordinator.store import Store, prompts
 from services.coordinator.store.records import Records

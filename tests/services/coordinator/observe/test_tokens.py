@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from millrace.contracts.v1 import common_pb2, trainer_pb2
 from millrace.ids import PromptId, Purpose
 from millrace.wire.arrays import pack_floats, pack_logprobs, pack_tokens
-from millrace.wire.v1 import common_pb2, trainer_pb2
 from services.coordinator.observe import tokens
 from services.coordinator.observe.samples import samples_in, samples_of
 from services.coordinator.store import Store, records

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.rest import JobState
-from millrace.wire.v1 import weights_pb2
 from tests.services.coordinator.cluster import Cluster, scenario, until
 from tests.services.coordinator.conftest import CoordinatorProcess
 from tests.services.coordinator.peers import SimulatedReplica

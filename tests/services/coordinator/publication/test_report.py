@@ -2,9 +2,9 @@
 
 import random
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.events import MEMBERS_TOLD
 from millrace.weights.plans.manifest import Content
-from millrace.wire.v1 import weights_pb2
 from services.coordinator.publication.report import PARTS, PublicationReport, slowest
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from millrace.contracts.v1 import work_pb2
 from millrace.data import open_source
 from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
@@ -15,7 +16,6 @@ from millrace.drops import DropReason
 from millrace.errors import MillraceError
 from millrace.ids import JobId, Purpose, training_prompt
 from millrace.spec import parse
-from millrace.wire.v1 import work_pb2
 from services.coordinator.stages.issue import draft, issue
 from services.coordinator.stages.run import Cancelled, Run
 from services.coordinator.state.bell import Bell

@@ -5,10 +5,10 @@ import math
 
 import pytest
 
+from millrace.contracts.v1 import common_pb2, trainer_pb2
 from millrace.drops import DropReason
 from millrace.ids import Version
 from millrace.wire.arrays import pack_logprobs, pack_tokens
-from millrace.wire.v1 import common_pb2, trainer_pb2
 from services.coordinator.observe.samples import samples_of
 from services.coordinator.stages.step import group_ref
 from services.coordinator.state.group import GroupSummary, Wanted, fault

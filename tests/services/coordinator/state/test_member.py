@@ -1,6 +1,6 @@
 """A member as REST shows it."""
 
-from millrace.wire.v1 import fleet_pb2
+from millrace.contracts.v1 import fleet_pb2
 from services.coordinator.state.member import Member
 
 REQUEST = fleet_pb2.RegisterRequest(member_id="rollout-1", kind=fleet_pb2.MEMBER_KIND_ROLLOUT, address="a:1")

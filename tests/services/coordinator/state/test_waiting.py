@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from millrace.contracts.v1 import fleet_pb2
 from millrace.errors import InvalidJob, Unavailable
 from millrace.ids import JobId, MemberId, Version
 from millrace.rest import JobState, MemberKind, WaitingFor
 from millrace.spec.pools.pool import ROLLOUT
-from millrace.wire.v1 import fleet_pb2
 from services.coordinator.state.job import ENDED, JobRecord
 from services.coordinator.state.member import Configured, Member, Unconfigured, Weights
 from services.coordinator.state.waiting import waits_for

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from redis.exceptions import ResponseError
 
-from millrace.wire.v1 import work_pb2
+from millrace.contracts.v1 import work_pb2
 from services.coordinator.__main__ import _loop_factory
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.patience import Patience

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from millrace.contracts.v1 import fleet_pb2
 from millrace.drops import Drop, DropReason
 from millrace.errors import Fenced, NotFound
 from millrace.ids import JobId, MemberId, Purpose, Version
 from millrace.spec import parse
 from millrace.wire.channel import PROTOCOL_VERSION
-from millrace.wire.v1 import fleet_pb2
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.patience import Patience
 from services.coordinator.observe.events import Events

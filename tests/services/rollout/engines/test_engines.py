@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import Version
 from millrace.weights.plans.boxes import Boxes
@@ -27,7 +28,6 @@ from millrace.weights.transfer.channels.rendezvous import Rendezvous, serve_stor
 from millrace.weights.transfer.delta.snapshot import Snapshot
 from millrace.weights.transfer.pipeline import ReceivePipeline
 from millrace.weights.transfer.session import PublicationSession
-from millrace.wire.v1 import weights_pb2
 from services.rollout.engine import (
     Engine,
     EngineDied,

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import MemberId, Version
 from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.weights.plans.manifest import Manifest
-from millrace.wire.v1 import weights_pb2
 from services.rollout.engine import EngineDied, Sample, Sampling, StopReason
 from services.rollout.engines.transformers.decoding import DecodeLoop, Request
 from services.rollout.engines.transformers.engine import TransformersEngine

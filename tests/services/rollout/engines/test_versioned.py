@@ -2,9 +2,9 @@
 
 import pytest
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.ids import Version
 from millrace.weights.plans.manifest import Manifest
-from millrace.wire.v1 import weights_pb2
 from services.rollout.engines.versioned import in_shadow
 from services.rollout.weights.transfer_request import TransferRequest
 from services.rollout.weights.worker_methods import Prepared

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.manifest import Content
 from millrace.weights.transfer.checksum import checksum
-from millrace.wire.v1 import weights_pb2
 from services.rollout.engine import Sample, Sampling
 from services.rollout.engines import create
 from tests.adapters import merged, published, with_adapter

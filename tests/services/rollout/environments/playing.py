@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from millrace.contracts.v1 import common_pb2
 from millrace.data.chat import Rendered
 from millrace.data.row import PromptRow
-from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Sample, Sampling
 from services.rollout.environments.opening import environments_of
 from services.rollout.environments.runner import EnvironmentEpisodes

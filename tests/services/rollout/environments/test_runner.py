@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from millrace.contracts.v1 import common_pb2
 from millrace.data.chat import Rendered
 from millrace.data.row import PromptRow
 from millrace.drops import DropReason
-from millrace.wire.v1 import common_pb2
 from services.coordinator.state.group import Account, GroupSummary, Wanted, fault
 from services.rollout.engine import Sampling
 from services.rollout.episode.episode import Episode

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from millrace.contracts.v1 import common_pb2
 from millrace.drops import DropReason
-from millrace.wire.v1 import common_pb2
 from services.coordinator.state.group import Wanted, fault
 from services.rollout.environments.processes import EnvironmentPool
 from services.rollout.episode.episode import Episode

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from millrace.contracts.v1 import common_pb2
 from millrace.ids import Version
 from millrace.trajectories import sampled_spans
 from millrace.wire.arrays import unpack_experts, unpack_logprobs, unpack_tokens
-from millrace.wire.v1 import common_pb2
 from services.coordinator.state.group import Wanted, fault
 from services.rollout import replica
 from services.rollout.engine import Engine, Sample, Sampling, StopReason, VersionSpan

@@ -12,12 +12,12 @@ from typing import Any
 
 import psutil
 
+from millrace.contracts.methods import RolloutRpc
+from millrace.contracts.v1 import rollout_pb2, weights_pb2, work_pb2
 from millrace.local.ports import free_port
 from millrace.spec import JobSpec
 from millrace.weights.plans import wire_layouts
 from millrace.wire.channel import Peer
-from millrace.wire.methods import RolloutRpc
-from millrace.wire.v1 import rollout_pb2, weights_pb2, work_pb2
 from tests.models import save_tiny_model
 from tests.processes import runs
 from tests.sender import Sender, export

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from millrace.contracts.methods import NodesRpc
+from millrace.contracts.v1 import nodes_pb2
 from millrace.errors import Fenced, InvalidJob, InvalidState, Unavailable
 from millrace.wire.channel import Peer
-from millrace.wire.methods import NodesRpc
-from millrace.wire.v1 import nodes_pb2
 from services.rollout.nodes.follower import FollowerEnd
 from services.rollout.nodes.leader import NodeLost
 from services.rollout.nodes.place import LEADER_PORT, Place, network_environment

@@ -4,12 +4,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from millrace.contracts.methods import ScoringRpc
+from millrace.contracts.v1 import rollout_pb2
 from millrace.ids import new_member_id
 from millrace.spec import JobSpec
 from millrace.wire.channel import Peer
-from millrace.wire.methods import ScoringRpc
 from millrace.wire.server import Server
-from millrace.wire.v1 import rollout_pb2
 from services.rollout.endpoint import HttpEndpoint
 from services.rollout.pools.endpoint import application
 from services.rollout.pools.replica import PoolReplica

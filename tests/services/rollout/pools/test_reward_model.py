@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from millrace.contracts.methods import ScoringRpc
+from millrace.contracts.v1 import common_pb2, scoring_pb2
 from millrace.drops import DropReason
 from millrace.errors import InvalidRequest, InvalidState
 from millrace.spec import JobSpec
 from millrace.wire.arrays import pack_tokens
-from millrace.wire.methods import ScoringRpc
-from millrace.wire.v1 import common_pb2, scoring_pb2
 from services.rollout.engines.transformers.scoring import TransformersScoring
 from tests.models import byte_tokenizer, save_reward_model
 from tests.services.rollout.coordinator import JOB, until

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from millrace.contracts.methods import ScoringRpc
+from millrace.contracts.v1 import common_pb2, scoring_pb2
 from millrace.drops import DropReason
 from millrace.errors import InvalidJob, InvalidRequest
 from millrace.spec import JobSpec
 from millrace.wire.arrays import TokenScores, pack_tokens, unpack_tokens
-from millrace.wire.methods import ScoringRpc
-from millrace.wire.v1 import common_pb2, scoring_pb2
 from tests.models import byte_tokenizer, save_tiny_model
 from tests.services.rollout.coordinator import JOB, until
 from tests.services.rollout.jobs import job_spec

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from millrace.contracts.v1 import common_pb2
 from millrace.data.chat import Rendered
 from millrace.data.row import PromptRow
 from millrace.drops import DropReason
@@ -21,7 +22,6 @@ from millrace.environments.built_in import Verifiers
 from millrace.environments.registry import check
 from millrace.errors import InvalidJob
 from millrace.spec.environment import Environment
-from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Sample, Sampling
 from services.rollout.episode.episode import Episode
 from services.rollout.episode.slots import Slots

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.wire.v1 import common_pb2
+from millrace.contracts.v1 import common_pb2
 from services.coordinator.state.group import Wanted, fault
 from services.rollout.sessions.server import SessionServer
 from tests.models import CALL, save_tiny_model

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from millrace.contracts.v1 import common_pb2
 from millrace.drops import DropReason
-from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Sample, Sampling
 from services.rollout.episode.episode import Episode
 from services.rollout.episode.slots import Slots

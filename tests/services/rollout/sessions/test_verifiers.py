@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
+from millrace.contracts.v1 import common_pb2
 from millrace.drops import DropReason
 from millrace.spec import JobSpec
-from millrace.wire.v1 import common_pb2
 from services.rollout.engine import Sample, Sampling
 from services.rollout.engines.versioned import VersionedEngine
 from services.rollout.sessions.server import SessionServer

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from millrace.contracts.methods import RolloutRpc
+from millrace.contracts.v1 import rollout_pb2
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.spec import JobSpec
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.manifest import Content
-from millrace.wire.methods import RolloutRpc
-from millrace.wire.v1 import rollout_pb2
 from tests.adapters import merged, published, with_adapter
 from tests.models import random_model
 from tests.sender import export

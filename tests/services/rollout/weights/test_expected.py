@@ -2,13 +2,13 @@
 
 import pytest
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import Version
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest, TensorInfo
-from millrace.wire.v1 import weights_pb2
 from services.rollout.weights.expected import ExpectedMessages, expected
 from services.rollout.weights.transfer_request import TransferRequest
 

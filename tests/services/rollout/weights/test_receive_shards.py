@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from millrace.contracts.method import Request, Response, Unary
+from millrace.contracts.methods import RolloutRpc
+from millrace.contracts.v1 import rollout_pb2, weights_pb2
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.memory import Memory
 from millrace.wire.address import host_name
-from millrace.wire.method import Request, Response, Unary
-from millrace.wire.methods import RolloutRpc
-from millrace.wire.v1 import rollout_pb2, weights_pb2
 from services.trainer.backends import build
 from tests.models import random_model
 from tests.sender import export

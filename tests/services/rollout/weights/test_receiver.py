@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from millrace.contracts.v1 import rollout_pb2, weights_pb2
 from millrace.errors import Fenced, InvalidState, PublicationFailed
-from millrace.wire.v1 import rollout_pb2, weights_pb2
 from services.rollout.weights.engine_weights import CommitReport
 from tests.models import random_model
 from tests.sender import Sender, export

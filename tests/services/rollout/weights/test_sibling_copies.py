@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from millrace.contracts.methods import RolloutRpc
+from millrace.contracts.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from millrace.errors import Fenced, InvalidState, PublicationFailed
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.manifest import Content
 from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, PendingExchange
 from millrace.weights.transfer.pipeline import SendPipeline
-from millrace.wire.methods import RolloutRpc
-from millrace.wire.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from services.rollout.weights.in_worker import outgoing
 from tests.services.rollout.coordinator import JOB, configure, status, until
 from tests.services.rollout.jobs import job_spec

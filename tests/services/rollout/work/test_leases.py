@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from millrace.contracts.methods import RolloutRpc
+from millrace.contracts.v1 import common_pb2, rollout_pb2, work_pb2
 from millrace.drops import Drop, DropReason
 from millrace.errors import InvalidJob, InvalidState
 from millrace.wire.arrays import unpack_logprobs, unpack_tokens
-from millrace.wire.methods import RolloutRpc
-from millrace.wire.v1 import common_pb2, rollout_pb2, work_pb2
 from services.rollout.__main__ import drain
 from services.rollout.work import leases
 from tests.models import byte_tokenizer, random_model

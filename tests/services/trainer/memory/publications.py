@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from millrace.contracts.v1 import trainer_pb2 as pb
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import OutOfMemory, PublicationFailed
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts
@@ -12,8 +14,6 @@ from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.pipeline import SendPipeline, SlotRing
-from millrace.wire.v1 import trainer_pb2 as pb
-from millrace.wire.v1 import weights_pb2
 from services.trainer.ranks import collectives
 from services.trainer.service.worker import Worker
 from tests.services.trainer.publication import shard_ranks

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.errors import PublicationFailed
-from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks import collectives
 from services.trainer.ranks.world import World

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from millrace.wire.v1 import trainer_pb2 as pb
+from millrace.contracts.v1 import trainer_pb2 as pb
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.ranks.world import World

@@ -5,13 +5,13 @@ import threading
 
 import torch
 
+from millrace.contracts.v1 import trainer_pb2 as pb
+from millrace.contracts.v1 import weights_pb2
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.transfer.channels.gloo import GlooChannel
 from millrace.weights.transfer.checksum import checksum
-from millrace.wire.v1 import trainer_pb2 as pb
-from millrace.wire.v1 import weights_pb2
 
 
 class Receiver:

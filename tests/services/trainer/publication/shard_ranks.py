@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from millrace.contracts.v1 import trainer_pb2 as pb
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
 from millrace.weights.phases import PublicationId
@@ -23,8 +25,6 @@ from millrace.weights.transfer.channels.rendezvous import Rendezvous
 from millrace.weights.transfer.delta.exchange import ReceivingDeltas
 from millrace.weights.transfer.pipeline import ReceivedMessages, ReceivePipeline
 from millrace.weights.transfer.session import PublicationSession
-from millrace.wire.v1 import trainer_pb2 as pb
-from millrace.wire.v1 import weights_pb2
 from services.trainer.backends import build
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.world import World

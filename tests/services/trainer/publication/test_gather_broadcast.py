@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from millrace.contracts.v1 import trainer_pb2 as pb
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import Fenced, InvalidState, PublicationFailed
 from millrace.ids import Version
 from millrace.weights.plans.manifest import Manifest, TensorInfo
-from millrace.wire.v1 import trainer_pb2 as pb
-from millrace.wire.v1 import weights_pb2
 from services.trainer.backends import build
 from services.trainer.protocol.backend import Backend
 from services.trainer.publication import gather_broadcast

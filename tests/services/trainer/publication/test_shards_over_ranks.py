@@ -11,6 +11,9 @@ import psutil
 import pytest
 import torch
 
+from millrace.contracts.methods import TrainerRpc
+from millrace.contracts.v1 import trainer_pb2 as pb
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import MillraceError, PublicationFailed, Unavailable
 from millrace.ids import new_member_id
 from millrace.telemetry.metrics.declaration import Owner
@@ -22,9 +25,6 @@ from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.rendezvous import Rendezvous
 from millrace.weights.transfer.pipeline import ReceivePipeline
 from millrace.weights.transfer.session import PublicationSession
-from millrace.wire.methods import TrainerRpc
-from millrace.wire.v1 import trainer_pb2 as pb
-from millrace.wire.v1 import weights_pb2
 from tests.deploy.expressions import without_data
 from tests.forked import CONTEXT
 from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors

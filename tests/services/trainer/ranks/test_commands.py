@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from millrace.contracts.methods import TrainerRpc
+from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.errors import NonFinite, OutOfMemory
-from millrace.wire.methods import TrainerRpc
-from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.ranks import commands, heartbeats
 from services.trainer.ranks.commands import CommandLoop, CommandSender, Handler, RanksFailed
 from services.trainer.ranks.heartbeats import Heartbeats

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
+from millrace.contracts.v1 import trainer_pb2 as pb
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import InvalidRequest
-from millrace.wire.v1 import trainer_pb2 as pb
-from millrace.wire.v1 import weights_pb2
 from tests.peak_memory import Peak
 from tests.services.trainer.calls import JOB
 from tests.services.trainer.coordinator import ScriptedCoordinator

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.wire.v1 import fleet_pb2
-from millrace.wire.v1 import trainer_pb2 as pb
+from millrace.contracts.v1 import fleet_pb2
+from millrace.contracts.v1 import trainer_pb2 as pb
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
 from tests.services.trainer.groups import job_spec, random_groups
 from tests.services.trainer.process import TrainerProcess, trainer

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.errors import InvalidJob
-from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.event_loop import ControlThread

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from millrace.contracts.methods import TrainerRpc
+from millrace.contracts.v1 import trainer_pb2 as pb
+from millrace.contracts.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
 from millrace.errors import (
     Fenced,
     InvalidJob,
@@ -24,10 +27,7 @@ from millrace.errors import (
     PublicationFailed,
     Unavailable,
 )
-from millrace.wire.methods import TrainerRpc
 from millrace.wire.server import Server
-from millrace.wire.v1 import trainer_pb2 as pb
-from millrace.wire.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import RanksFailed
 from services.trainer.service.servicer import TrainerService

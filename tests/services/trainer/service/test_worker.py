@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.data import shared_copies
 from millrace.errors import InvalidState, MillraceError, NonFinite, OutOfMemory, PartialStep
 from millrace.memory.ledger import Part
 from millrace.spec import JobSpec
-from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.world import World
 from services.trainer.service import worker

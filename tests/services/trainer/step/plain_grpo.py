@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from millrace.contracts.v1 import common_pb2
 from millrace.spec import JobSpec
-from millrace.wire.v1 import common_pb2
 
 
 def numbered(groups: list[common_pb2.Group]) -> list[Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel
 
-from millrace.wire.v1 import common_pb2
+from millrace.contracts.v1 import common_pb2
 from tests.services.trainer.step.plain_grpo import Plain, numbered, reach
 
 

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millrace.batching.cost import SequenceCost
+from millrace.contracts.v1 import common_pb2
 from millrace.errors import InvalidState
 from millrace.rl.aggregation import BatchTotals
 from millrace.rl.metrics.combining import combined
 from millrace.rl.registry.catalogue import AGGREGATIONS, AlgorithmKind, find, names
 from millrace.spec import JobSpec
 from millrace.wire.arrays import pack_logprobs, unpack_logprobs
-from millrace.wire.v1 import common_pb2
 from services.trainer.protocol.backend import DataParallel, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.step.batch import BatchDivision, RankBatch, TrajectoryRef

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from millrace.contracts.v1 import common_pb2
+from millrace.contracts.v1.trainer_pb2 import StepRequest
 from millrace.errors import InvalidState, NonFinite, PartialStep
 from millrace.spec import JobSpec
 from millrace.wire.arrays import pack_logprobs
-from millrace.wire.v1 import common_pb2
-from millrace.wire.v1.trainer_pb2 import StepRequest
 from services.trainer.backends import build
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.ranks.event_loop import ControlThread

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Content
 from millrace.weights.transfer.channels.gloo import serve_store
-from millrace.wire.v1 import weights_pb2
 from services.rollout.weights.in_worker.outgoing import OutgoingTransfer
 from services.rollout.weights.in_worker.sharded import IncomingShards, ShardedPath
 from services.rollout.weights.in_worker.worker_layout import WorkerLayout

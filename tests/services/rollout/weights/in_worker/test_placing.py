@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.transfer.session import PublicationSession
-from millrace.wire.v1 import weights_pb2
 from services.rollout.weights.in_worker.gather_broadcast import ComparingLoader
 from services.rollout.weights.in_worker.sharded import IncomingShards
 from services.rollout.weights.in_worker.worker_layout import WorkerLayout

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.ids import Version
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest, TensorInfo
-from millrace.wire.v1 import weights_pb2
 from services.rollout.weights.in_worker import sharded
 from services.rollout.weights.in_worker.worker_layout import WorkerLayout
 from services.rollout.weights.transfer_request import TransferRequest

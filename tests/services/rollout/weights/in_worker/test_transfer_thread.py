@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from millrace.contracts.v1 import weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.transfer.channels.channel import Channel, ChannelMessage
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
 from millrace.weights.transfer.failure_signal import FailureSignal, connect
 from millrace.weights.transfer.session import PublicationSession
-from millrace.wire.v1 import weights_pb2
 from services.rollout.weights.in_worker.transfer_thread import TransferThread
 from services.rollout.weights.transfer_request import TransferRequest
 from tests.forked import CONTEXT

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from millrace.contracts.methods import TrainerRpc
+from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.errors import InvalidJob
-from millrace.wire.methods import TrainerRpc
-from millrace.wire.v1 import trainer_pb2 as pb
 from services.trainer.ranks.event_loop import ControlThread
 from tests.models import save_tiny_model
 from tests.services.trainer.backends.megatron import tiny

@@ -3,8 +3,8 @@
 import grpc
 import warnings
 
-from millrace.wire.v1 import common_pb2 as millrace_dot_v1_dot_common__pb2
-from millrace.wire.v1 import work_pb2 as millrace_dot_v1_dot_work__pb2
+from millrace.contracts.v1 import common_pb2 as millrace_dot_v1_dot_common__pb2
+from millrace.contracts.v1 import work_pb2 as millrace_dot_v1_dot_work__pb2
 
 GRPC_GENERATED_VERSION = '1.78.0'
 GRPC_VERSION = grpc.__version__

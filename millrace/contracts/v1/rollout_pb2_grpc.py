@@ -3,8 +3,8 @@
 import grpc
 import warnings
 
-from millrace.wire.v1 import rollout_pb2 as millrace_dot_v1_dot_rollout__pb2
-from millrace.wire.v1 import trainer_pb2 as millrace_dot_v1_dot_trainer__pb2
+from millrace.contracts.v1 import rollout_pb2 as millrace_dot_v1_dot_rollout__pb2
+from millrace.contracts.v1 import trainer_pb2 as millrace_dot_v1_dot_trainer__pb2
 
 GRPC_GENERATED_VERSION = '1.78.0'
 GRPC_VERSION = grpc.__version__

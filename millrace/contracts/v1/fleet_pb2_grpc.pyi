@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from millrace.wire.v1 import fleet_pb2
+from millrace.contracts.v1 import fleet_pb2
 
 class FleetServicer:
     async def Register(self, request: fleet_pb2.RegisterRequest, context: grpc.aio.ServicerContext) -> fleet_pb2.RegisterResponse: ...

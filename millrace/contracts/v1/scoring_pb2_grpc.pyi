@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from millrace.wire.v1 import rollout_pb2, scoring_pb2
+from millrace.contracts.v1 import rollout_pb2, scoring_pb2
 
 class ScoringServicer:
     async def Configure(self, request: rollout_pb2.ConfigureRolloutRequest, context: grpc.aio.ServicerContext) -> rollout_pb2.ConfigureRolloutResponse: ...

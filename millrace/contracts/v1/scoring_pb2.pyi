@@ -1,5 +1,5 @@
-from millrace.wire.v1 import common_pb2 as _common_pb2
-from millrace.wire.v1 import rollout_pb2 as _rollout_pb2
+from millrace.contracts.v1 import common_pb2 as _common_pb2
+from millrace.contracts.v1 import rollout_pb2 as _rollout_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from millrace.wire.v1 import logs_pb2
+from millrace.contracts.v1 import logs_pb2
 
 class LogsServicer:
     async def Tail(self, request: logs_pb2.TailLogRequest, context: grpc.aio.ServicerContext) -> logs_pb2.TailLogResponse: ...

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from millrace.wire.v1 import trainer_pb2
+from millrace.contracts.v1 import trainer_pb2
 
 class TrainerServicer:
     async def Configure(self, request: trainer_pb2.ConfigureTrainerRequest, context: grpc.aio.ServicerContext) -> trainer_pb2.ConfigureTrainerResponse: ...

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from millrace.wire.v1 import fleet_pb2 as millrace_dot_v1_dot_fleet__pb2
+from millrace.contracts.v1 import fleet_pb2 as millrace_dot_v1_dot_fleet__pb2
 
 GRPC_GENERATED_VERSION = '1.78.0'
 GRPC_VERSION = grpc.__version__

@@ -1,6 +1,6 @@
 """Remote methods as typed values: a call takes the method's request and answers its response, without a cast.
 
-`millrace/wire/methods.py`, made by `make proto`, holds one value for each method of the contracts.
+`millrace/contracts/methods.py`, made by `make proto`, holds one value for each method of the contracts.
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from millrace.wire.v1 import common_pb2, work_pb2
+from millrace.contracts.v1 import common_pb2, work_pb2
 
 class WorkServicer:
     async def Lease(self, request: work_pb2.LeaseRequest, context: grpc.aio.ServicerContext) -> work_pb2.LeaseResponse: ...

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from millrace.wire.v1 import nodes_pb2
+from millrace.contracts.v1 import nodes_pb2
 
 class NodesServicer:
     async def Join(self, request: nodes_pb2.JoinNodesRequest, context: grpc.aio.ServicerContext) -> nodes_pb2.JoinNodesResponse: ...

@@ -1,0 +1,1 @@
+"""The generated messages and methods of the contracts, and what the fields of requests may hold."""
