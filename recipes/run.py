@@ -8,6 +8,7 @@ import typer
 import yaml
 
 from millrace import hub
+from millrace.admission import submission, thorough
 from millrace.cli.live.watch import show_live
 from millrace.cli.settings import Settings, changes_of
 from millrace.client import Client
@@ -15,7 +16,6 @@ from millrace.local.options import StackOptions, pythons
 from millrace.local.stack import Stack
 from millrace.rest import JobState
 from millrace.spec import parse
-from millrace.spec.checking import submission, thorough
 from millrace.spec.merging import merged
 from recipes.catalogue import RECIPES, Recipe, recipe
 from recipes.data_sets import DATA_SETS, converted, data_set

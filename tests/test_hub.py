@@ -81,7 +81,7 @@ import json, sys
 from millrace import hub
 from millrace.errors import MillraceError
 from millrace.spec import parse
-from millrace.spec.checking import submission
+from millrace.admission import submission
 
 told = []
 for tree in json.load(sys.stdin):

@@ -56,9 +56,9 @@ def validate(
     status 1.
     """
     from millrace import hub
+    from millrace.admission import hosts, submission, thorough
+    from millrace.admission.advice import advice
     from millrace.spec import parse
-    from millrace.spec.checking import hosts, submission, thorough
-    from millrace.spec.checking.advice import advice
     from millrace.spec.document import Document
 
     document, notes = Document.of_file(spec), []

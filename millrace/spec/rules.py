@@ -1,7 +1,7 @@
 """Rules between fields, each told with the arithmetic and the fix. Pure: looks at no file and no service.
 
 What needs the machine (does the folder exist, does the reward function import) is checked at submission by
-`millrace.spec.checking.submission`.
+`millrace.admission.submission`.
 """
 
 from collections.abc import Iterator

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from millrace.telemetry.trackers import TRACKERS
+from millrace.trackers import TRACKERS
 from millrace.validation import limits
 from millrace.validation.fields import OneOf
 from millrace.validation.model import StrictModel

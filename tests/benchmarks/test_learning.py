@@ -7,8 +7,8 @@ import pytest
 from benchmarks.learning import page
 from benchmarks.learning.jobs import ADAPTERS, ALGORITHMS, COMPARISONS, LORA_RATE, job_spec
 from benchmarks.learning.results import HELD_OUT, TRAINING, Result, Results
+from millrace.admission import choices
 from millrace.rest import JobState, JobView, StepMetrics
-from millrace.spec.checking import choices
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

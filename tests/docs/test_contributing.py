@@ -73,7 +73,7 @@ print(score(data_source="d", solution_str="one two three", ground_truth=None))
 def test_a_tracker(followed: Path, tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from millrace.telemetry.trackers import TrackedJob, open_trackers
+from millrace.trackers import TrackedJob, open_trackers
 names = job(tracking={{"trackers": ["table"]}}).tracking.trackers
 (tracker,) = open_trackers(names, TrackedJob("job-1", "test", "tests", Path("{tmp_path}"), {{}}))
 tracker.log(3, {{"reward": 0.5}})

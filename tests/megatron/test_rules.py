@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from millrace.admission import submission
 from millrace.backends.megatron import MegatronOptions, parse
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import read_shape
@@ -9,7 +10,6 @@ from millrace.megatron.rules import broken_rules, check, check_adapter, check_su
 from millrace.megatron.weights import LOCAL
 from millrace.spec import parse as parse_job
 from millrace.spec import received
-from millrace.spec.checking import submission
 from millrace.spec.lora import Lora
 from tests.lora.folders import write_folder
 from tests.megatron import configs

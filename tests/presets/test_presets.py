@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.admission import choices
 from millrace.backends.megatron import parse
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.rules import broken_rules
@@ -14,7 +15,6 @@ from millrace.memory.prediction import predict, predict_replica
 from millrace.memory.shape import decoder_shape
 from millrace.memory.text import fits
 from millrace.spec import JobSpec, load
-from millrace.spec.checking import choices
 from tests.megatron import configs
 
 PRESETS = Path(__file__).parents[2] / "presets"

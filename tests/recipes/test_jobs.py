@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from benchmarks.shapes import config_of
+from millrace.admission import choices
 from millrace.backends.megatron import parse as megatron_options
 from millrace.bench.shapes import shape_of
 from millrace.cli import app
@@ -20,7 +21,6 @@ from millrace.errors import InvalidJob
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.rules import broken_rules
 from millrace.spec import load
-from millrace.spec.checking import choices
 from recipes.catalogue import HERE, RECIPES, Recipe, recipe
 from recipes.data_sets import DATA_SETS, converted
 from tests.hub_server import COMMIT, Repository, serving

@@ -20,7 +20,7 @@ from millrace.report.page import report_page
 from millrace.report.tables import fields_by_origin
 from millrace.rest import FleetView, JobState, JobView, LedgerView, SampleView, StepMetrics
 from tests.cli.test_watch import REPLICA
-from tests.telemetry.test_trackers import a_sample
+from tests.test_trackers import a_sample
 
 HOSTILE = (
     '<script>alert(1)</script></pre></style><img src=x onerror="alert(2)">"\'&amp;]]><!-- \x00\x1b\u202e\u2028 \ud800 x'

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from millrace.admission import choices
 from millrace.backends import BACKENDS
 from millrace.errors import InvalidJob
 from millrace.rl.registry import catalogue
 from millrace.rl.registry.catalogue import AlgorithmKind
 from millrace.rl.registry.options import TYPES
 from millrace.spec import JobSpec, parse
-from millrace.spec.checking import choices
 from millrace.validation import limits
 from millrace.validation.fields import model_in
 from millrace.validation.mistakes import options

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from millrace.admission import choices
+from millrace.admission.pools import check_pool
 from millrace.errors import InvalidJob
 from millrace.spec import parse
-from millrace.spec.checking import choices
-from millrace.spec.checking.pools import check_pool
 from millrace.spec.pools.pool import Pool, PoolTask
 
 JOB = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["/train.jsonl"]}}

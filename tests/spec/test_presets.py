@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from millrace.admission import choices
 from millrace.errors import InvalidJob
 from millrace.spec import JobSpec, parse, presets
-from millrace.spec.checking import choices
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 NAMES = ("cispo", "dapo", "dr_grpo", "gspo", "grpo", "ppo", "reinforce++", "rloo")

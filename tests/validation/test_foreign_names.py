@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
+from millrace.admission import choices
 from millrace.backends.fsdp2 import Fsdp2Options
 from millrace.backends.megatron import MegatronOptions
 from millrace.errors import InvalidJob
 from millrace.rl.registry import catalogue
 from millrace.rl.registry.catalogue import KL_ESTIMATORS, AlgorithmKind
 from millrace.spec import JobSpec, parse
-from millrace.spec.checking import choices
 from millrace.validation.foreign_names import ABSENT, FIELDS, UNITS, VALUES, name_here, paths
 
 SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from millrace.admission import submission
+from millrace.admission.changes import applied, gives_token_budget
 from millrace.errors import InvalidState, refused
 from millrace.events import JobWaiting
 from millrace.ids import JobId, new_job_id
 from millrace.rest import JobState, WaitingFor
-from millrace.spec.checking import submission
-from millrace.spec.checking.changes import applied, gives_token_budget
 from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER

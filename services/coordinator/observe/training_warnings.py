@@ -7,9 +7,9 @@ only if it comes back after QUIET_STEPS steps without.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from millrace.admission.choices import compares_within_groups
 from millrace.events import TrainingWarning
 from millrace.rest import WarningCause
-from millrace.spec.checking.choices import compares_within_groups
 from millrace.spec.job import JobSpec
 from millrace.telemetry.metrics.step.batch import GROUPS_WITHOUT_SIGNAL, RESPONSES_CUT, SCORE
 from millrace.telemetry.metrics.step.mismatch import K3_KL, K3_KL_SAME_VERSION

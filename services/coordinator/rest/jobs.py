@@ -7,9 +7,9 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
+from millrace.admission.advice import advice
 from millrace.events import Event, JobMoved
 from millrace.rest import JobPage, JobState, JobView, LedgerView, SampleView, StepMetrics
-from millrace.spec.checking.advice import advice
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.waiting import JobViews
 from services.coordinator.observe import groups

@@ -5,13 +5,13 @@ import time
 from collections.abc import Sequence
 
 from millrace import events
+from millrace.admission.choices import needs_greedy_baseline
 from millrace.contracts.v1 import work_pb2
 from millrace.data import PromptRow, PromptSource
 from millrace.data.row import json_texts
 from millrace.drops import Drop, DropReason
 from millrace.errors import BadRow, MillraceError
 from millrace.ids import JobId, PromptId, Purpose, row_of, training_prompt
-from millrace.spec.checking.choices import needs_greedy_baseline
 from millrace.spec.job import JobSpec
 from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import SpanKind

@@ -14,7 +14,7 @@ from millrace.rest import JobState
 from millrace.spec.job import JobSpec
 from millrace.spec.pools.pool import ROLLOUT
 from millrace.telemetry.spans.context import TraceContext
-from millrace.telemetry.trackers import Tracker
+from millrace.trackers import Tracker
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer, TrainerLost
 from services.coordinator.observe.events import Events

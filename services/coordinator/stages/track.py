@@ -11,10 +11,9 @@ from typing import TypeVar
 
 import structlog
 
-from millrace import events
+from millrace import events, trackers
 from millrace.ids import Version
 from millrace.rest import SampleView, StepMetrics
-from millrace.telemetry import trackers
 from millrace.telemetry.spans.kinds import SpanKind
 from services.coordinator.stages.run import Run
 from services.coordinator.stages.spans import traced

@@ -11,11 +11,11 @@ from typing import Self
 import structlog
 
 from millrace import events
+from millrace.admission.choices import needs_greedy_baseline, teacher_top
 from millrace.contracts.v1 import common_pb2, work_pb2
 from millrace.drops import Drop
 from millrace.errors import NotFound
 from millrace.ids import JobId, MemberId, Purpose
-from millrace.spec.checking.choices import needs_greedy_baseline, teacher_top
 from millrace.spec.job import JobSpec
 from millrace.spec.pools.pool import ROLLOUT
 from millrace.telemetry.spans.context import TraceContext

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from millrace.admission.choices import teacher_top
 from millrace.contracts.methods import ScoringRpc
 from millrace.contracts.v1 import common_pb2, scoring_pb2
 from millrace.errors import InvalidRequest
 from millrace.spec import JobSpec
-from millrace.spec.checking.choices import teacher_top
 from millrace.trajectories import TOKEN_BYTES, sampled_spans
 from millrace.wire.arrays import TokenScores
 from services.rollout.pools.client import PoolClient

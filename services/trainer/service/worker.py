@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import structlog
 
 from millrace import hub
+from millrace.admission import choices, hosts
+from millrace.admission.advice import advice
 from millrace.contracts.methods import TrainerRpc
 from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.data.shared_copies import SharedCopy, in_shared_memory
@@ -16,8 +18,6 @@ from millrace.ids import JobId, Version
 from millrace.memory.ledger import Phase
 from millrace.rl.registry import functions as registry
 from millrace.spec import JobSpec
-from millrace.spec.checking import choices, hosts
-from millrace.spec.checking.advice import advice
 from millrace.telemetry.spans.context import TraceContext, within
 from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint

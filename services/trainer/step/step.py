@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from millrace.admission.choices import teacher_top
 from millrace.contracts.v1.trainer_pb2 import StepRequest, TrainedGroup
 from millrace.errors import InvalidJob, NonFinite, PartialStep
 from millrace.spec import JobSpec
-from millrace.spec.checking.choices import teacher_top
 from millrace.telemetry.metrics.histograms import Histogram
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span

@@ -6,11 +6,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from millrace.admission import submission
+from millrace.admission.advice import advice
 from millrace.errors import InvalidJob
 from millrace.rest import SpecView, ValidationView
 from millrace.spec import JobSpec
-from millrace.spec.checking import submission
-from millrace.spec.checking.advice import advice
 from services.coordinator.rest import bodies
 from services.coordinator.rest.parameters import Id
 from services.coordinator.rest.schema import BODY_ERRORS, SPEC_BODY

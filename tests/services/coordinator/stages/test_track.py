@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from millrace import trackers
 from millrace.ids import Version
 from millrace.rest import SampleView, StepMetrics
-from millrace.telemetry import trackers
 from services.coordinator.observe.events import Events
 from services.coordinator.stages import track as stage
 from services.coordinator.stages.track import track, track_again
 from services.coordinator.store import Store
 from tests.services.coordinator.redis import a_job, with_store
-from tests.telemetry.test_trackers import a_sample
+from tests.test_trackers import a_sample
 
 SENT: list[int] = []
 """Steps that arrived."""

@@ -83,7 +83,7 @@ VALIDATED = """
 from millrace.data.row import PromptRow
 from millrace.rewards import Term
 from millrace.spec import parse
-from millrace.spec.checking.trials import RewardTrial
+from millrace.admission.trials import RewardTrial
 
 reward = {"function": FUNCTION, "isolation": "required"}
 job = {"name": "j", "output": "/o", "model": {"path": "/m"}, "data": {"files": ["/d.jsonl"]}, "reward": reward}

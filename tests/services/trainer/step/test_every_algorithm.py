@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from millrace.admission import choices
 from millrace.contracts.v1 import common_pb2
 from millrace.contracts.v1.trainer_pb2 import StepRequest
 from millrace.errors import InvalidJob, PartialStep
@@ -25,7 +26,6 @@ from millrace.rl.registry import functions as registry
 from millrace.rl.registry import user_functions
 from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, AlgorithmKind, names
 from millrace.spec import JobSpec, presets
-from millrace.spec.checking import choices
 from millrace.wire.arrays import TokenScores, pack_logprobs, unpack_tokens
 from services.trainer.backends import build
 from services.trainer.memory.meter import MemoryMeter

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from millrace import engines, hub
+from millrace.admission import choices, engine_options
+from millrace.admission.judges import mistakes_of as mistakes_of_judge
+from millrace.admission.pools import check_pool
 from millrace.backends import BACKENDS, FIELD
 from millrace.checkpoints.source import check_checkpoint
 from millrace.data import open_source
@@ -25,12 +28,9 @@ from millrace.rewards import Term
 from millrace.rewards import check as check_reward
 from millrace.rewards.locate import Target
 from millrace.spec import JobSpec, parse
-from millrace.spec.checking import choices, engine_options
-from millrace.spec.checking.judges import mistakes_of as mistakes_of_judge
-from millrace.spec.checking.pools import check_pool
 from millrace.spec.model import Model
 from millrace.spec.trainer import ROLES
-from millrace.telemetry.trackers import check_trackers
+from millrace.trackers import check_trackers
 from millrace.validation.mistakes import options as checked_options
 
 

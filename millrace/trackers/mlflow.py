@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from millrace.rest import SampleView
 from millrace.spec.merging import leaves
-from millrace.telemetry.trackers import TrackedJob
-from millrace.telemetry.trackers.samples import COLUMNS, rows
+from millrace.trackers import TrackedJob
+from millrace.trackers.samples import COLUMNS, rows
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from millrace.rest import SampleView
-from millrace.telemetry.trackers import TrackedJob
+from millrace.trackers import TrackedJob
 
 TAIL_BYTES = 65536
 """Bytes that are read at once from the end of a file in search of its last line break."""

@@ -57,10 +57,10 @@ class TrackerEntry:
 
 
 TRACKERS: dict[str, TrackerEntry] = {
-    "jsonl": TrackerEntry("millrace.telemetry.trackers.jsonl", "JsonLines", "json"),
-    "mlflow": TrackerEntry("millrace.telemetry.trackers.mlflow", "MLflow", "mlflow", "mlflow-skinny"),
-    "tensorboard": TrackerEntry("millrace.telemetry.trackers.tensorboard", "TensorBoard", "tensorboard"),
-    "wandb": TrackerEntry("millrace.telemetry.trackers.wandb", "WeightsAndBiases", "wandb"),
+    "jsonl": TrackerEntry("millrace.trackers.jsonl", "JsonLines", "json"),
+    "mlflow": TrackerEntry("millrace.trackers.mlflow", "MLflow", "mlflow", "mlflow-skinny"),
+    "tensorboard": TrackerEntry("millrace.trackers.tensorboard", "TensorBoard", "tensorboard"),
+    "wandb": TrackerEntry("millrace.trackers.wandb", "WeightsAndBiases", "wandb"),
 }
 
 

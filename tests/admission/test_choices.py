@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from millrace.admission import choices
 from millrace.errors import InvalidJob
 from millrace.spec import JobSpec, parse
-from millrace.spec.checking import choices
 
 
 def job(algorithm: dict[str, Any], **parts: Any) -> JobSpec:

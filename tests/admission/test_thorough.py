@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from millrace.admission import thorough
+from millrace.admission.trials import RewardTrial, ask_judges, model_mistakes
 from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
 from millrace.spec import parse
-from millrace.spec.checking import thorough
-from millrace.spec.checking.trials import RewardTrial, ask_judges, model_mistakes
 from tests.models import CHATML, byte_tokenizer
 
 pytestmark = pytest.mark.slow

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from millrace.admission.hosts import warnings
 from millrace.backends.megatron import MegatronOptions
 from millrace.megatron.topology import Topology
 from millrace.rank_groups import Hosts
 from millrace.spec import JobSpec, parse
-from millrace.spec.checking.hosts import warnings
 
 
 def job(backend: str, options: dict[str, Any]) -> JobSpec:

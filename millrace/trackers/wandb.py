@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from millrace.rest import SampleView
-from millrace.telemetry.trackers import TrackedJob
-from millrace.telemetry.trackers.samples import COLUMNS, rows
+from millrace.trackers import TrackedJob
+from millrace.trackers.samples import COLUMNS, rows
 
 
 class WeightsAndBiases:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from millrace.admission.advice import advice
 from millrace.spec import parse
-from millrace.spec.checking.advice import advice
 
 RANK, RATE = "model.lora.rank", "trainer.optimizer.lr"
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from millrace import trackers
 from millrace.errors import InvalidJob
 from millrace.rest import SampleView
 from millrace.spec.schedule import Tracking
-from millrace.telemetry import trackers
 
 ODD = "<b>|two\nlines| ↵ \u2028 \x07 😀 " + 3000 * "x"
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from millrace.admission.trials import SHOWN, RewardTrial, ask_judges, model_mistakes
 from millrace.data import PromptRow, PromptSource, open_source
 from millrace.data.chat import render
 from millrace.data.row import json_texts
 from millrace.errors import BadRow, InvalidJob, Mistake, wrong_value
 from millrace.rewards import BUILT_IN
-from millrace.spec.checking.trials import SHOWN, RewardTrial, ask_judges, model_mistakes
 from millrace.spec.job import JobSpec
 
 SAMPLE = 2000
