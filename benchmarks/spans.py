@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from millrace.ids import JobId, MemberId
+from millrace.rest.timeline import LaneKind
 from millrace.telemetry.spans.batches import MOST_AT_ONCE, Batch, decode, encode
 from millrace.telemetry.spans.context import TraceContext, within
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import Recorder, Span
-from millrace.timeline.lanes import timeline
-from millrace.timeline.view import LaneKind
+from services.coordinator.timeline.lanes import timeline
 
 JOB = JobId("job-0123456789ab")
 RECORDED = 50_000

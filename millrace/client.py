@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from millrace import errors
-from millrace.diagnosis.view import DiagnosisView
 from millrace.events import Event
 from millrace.rest import (
     ENDED,
@@ -37,7 +36,8 @@ from millrace.rest import (
     SampleView,
     StepMetrics,
 )
-from millrace.timeline.view import TimelineView
+from millrace.rest.diagnosis import DiagnosisView
+from millrace.rest.timeline import TimelineView
 
 if TYPE_CHECKING:
     import httpx

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from millrace import events, rest
-from millrace.diagnosis.view import DiagnosisView
-from millrace.timeline.view import TimelineView
+from millrace.rest.diagnosis import DiagnosisView
+from millrace.rest.timeline import TimelineView
 
 ROOTS = (
     rest.JobPage,

@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from millrace.client import Client
-from millrace.diagnosis.view import Bottleneck, DiagnosisView
 from millrace.local.stack import Stack
 from millrace.rest import MemberState
+from millrace.rest.diagnosis import Bottleneck, DiagnosisView
+from millrace.rest.timeline import IdleCause, LaneKind
 from millrace.telemetry.spans.kinds import SpanKind
-from millrace.timeline.view import IdleCause, LaneKind
 from tests.e2e.conftest import finished, until
 
 STEPS = 3

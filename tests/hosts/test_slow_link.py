@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.chaos.job import job
 from millrace.client import Client
-from millrace.diagnosis.view import Bottleneck, DiagnosisView
-from millrace.timeline.view import IdleCause, LaneKind
+from millrace.rest.diagnosis import Bottleneck, DiagnosisView
+from millrace.rest.timeline import IdleCause, LaneKind
 from tests.hosts.network import Network
 from tests.hosts.services import HEAD, Services
 

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from millrace.cli.names import JobName, job_id
 from millrace.cli.output import AsJson, Url, connect, number, people, print_json, table
-from millrace.diagnosis.view import DiagnosisView, FindingView
+from millrace.rest.diagnosis import DiagnosisView, FindingView
 from millrace.telemetry.metrics.declaration import Unit
 
 Step = Annotated[int | None, typer.Option(min=0, help="A step; by default the last ten are judged.")]

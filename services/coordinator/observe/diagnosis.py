@@ -1,18 +1,18 @@
-"""The diagnosis of a job: its spans and rows are read, and judged by millrace/diagnosis."""
+"""The diagnosis of a job: its spans and rows are read, and judged by services/coordinator/diagnosis."""
 
 import asyncio
 from collections.abc import Sequence
 
-from millrace.diagnosis import summary
-from millrace.diagnosis.findings import diagnose
-from millrace.diagnosis.view import DiagnosisView
 from millrace.rest import StepMetrics
+from millrace.rest.diagnosis import DiagnosisView
 from millrace.telemetry.spans.batches import Batch
-from millrace.timeline.activity import Activity
-from millrace.timeline.lanes import lanes_of, window
+from services.coordinator.diagnosis import summary
+from services.coordinator.diagnosis.findings import diagnose
 from services.coordinator.observe.span_store import SpanStore
 from services.coordinator.state.job import JobRecord
 from services.coordinator.store import Store
+from services.coordinator.timeline.activity import Activity
+from services.coordinator.timeline.lanes import lanes_of, window
 
 STEPS = 10
 """Steps that are judged unless somebody asks for others."""

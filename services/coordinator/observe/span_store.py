@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from millrace.ids import JobId, MemberId
+from millrace.rest.timeline import LaneKind, TimelineView
 from millrace.telemetry.spans.batches import MOST_AT_ONCE, Batch, decode, encode
 from millrace.telemetry.spans.recorder import RECORDER, Recorder, Span
-from millrace.timeline.lanes import timeline
-from millrace.timeline.view import LaneKind, TimelineView
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.state.job import JobRecord
 from services.coordinator.store import Store, StoreDown
+from services.coordinator.timeline.lanes import timeline
 
 log = structlog.get_logger(__name__)
 COORDINATOR = MemberId("coordinator")

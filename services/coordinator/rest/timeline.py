@@ -4,8 +4,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from millrace.diagnosis.view import DiagnosisView
-from millrace.timeline.view import TimelineView
+from millrace.rest.diagnosis import DiagnosisView
+from millrace.rest.timeline import TimelineView
 from services.coordinator.observe.diagnosis import diagnosis
 from services.coordinator.observe.span_store import KEPT_STEPS, SpanStore
 from services.coordinator.rest.jobs import ERRORS

@@ -6,11 +6,11 @@ import threading
 import pytest
 
 from millrace.ids import MemberId
+from millrace.rest.timeline import LaneKind
 from millrace.telemetry.spans.batches import LARGEST_BYTES, MOST_AT_ONCE, Batch, decode, encode
 from millrace.telemetry.spans.context import TraceContext, current, incoming, outgoing, within
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import Recorder, Span
-from millrace.timeline.view import LaneKind
 from services.coordinator.observe.span_store import LARGEST_BATCH
 
 ROOT = TraceContext.of_step("job-0123456789ab", 1, 3)

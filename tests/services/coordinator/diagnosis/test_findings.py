@@ -7,14 +7,14 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from millrace.diagnosis.changes import CHANGES
-from millrace.diagnosis.findings import METRICS, OF_CAUSE, SENTENCES, diagnose, slow_replica
-from millrace.diagnosis.summary import ReplicaPace, Summary, of_metrics
-from millrace.diagnosis.view import Bottleneck, DiagnosisView
 from millrace.rest import StepMetrics
+from millrace.rest.diagnosis import Bottleneck, DiagnosisView
+from millrace.rest.timeline import IdleCause as C
 from millrace.spec.job import JobSpec
 from millrace.telemetry.metrics.catalogue import find
-from millrace.timeline.view import IdleCause as C
+from services.coordinator.diagnosis.changes import CHANGES
+from services.coordinator.diagnosis.findings import METRICS, OF_CAUSE, SENTENCES, diagnose, slow_replica
+from services.coordinator.diagnosis.summary import ReplicaPace, Summary, of_metrics
 
 EVEN = (ReplicaPace("a", 30.0, 0.01, 5), ReplicaPace("b", 30.0, 0.011, 5))
 

@@ -4,12 +4,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from millrace.ids import JobId
+from millrace.rest.timeline import LaneKind, LaneView, SpanView, TimelineView
 from millrace.telemetry.spans.batches import Batch
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import Span
-from millrace.timeline import idle
-from millrace.timeline.activity import Activity
-from millrace.timeline.view import LaneKind, LaneView, SpanView, TimelineView
+from services.coordinator.timeline import idle
+from services.coordinator.timeline.activity import Activity
 
 LANES = {
     SpanKind.SCORE: LaneKind.REWARDS,

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.rest.timeline import IdleCause, IdleView, LaneKind
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import Span
-from millrace.timeline.activity import Activity
-from millrace.timeline.view import IdleCause, IdleView, LaneKind
+from services.coordinator.timeline.activity import Activity
 
 CAUSES = tuple(IdleCause)
 CODES = {cause: code for code, cause in enumerate(CAUSES)}

@@ -1,6 +1,6 @@
 """What to change for each bottleneck, the most helpful first. A test checks that each setting is in the spec."""
 
-from millrace.diagnosis.view import Bottleneck, ChangeView
+from millrace.rest.diagnosis import Bottleneck, ChangeView
 
 
 def _change(setting: str, advice: str) -> ChangeView:

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import pytest
 
 from millrace.ids import JobId, MemberId
+from millrace.rest.timeline import IdleCause, LaneKind, LaneView
 from millrace.telemetry.spans.batches import Batch
 from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import Span
-from millrace.timeline.lanes import timeline
-from millrace.timeline.view import IdleCause, LaneKind, LaneView
+from services.coordinator.timeline.lanes import timeline
 
 JOB = JobId("job-0123456789ab")
 K = SpanKind

@@ -4,8 +4,8 @@ from enum import StrEnum
 
 from pydantic import BaseModel, Field
 
+from millrace.rest.timeline import IdleCause
 from millrace.telemetry.metrics.declaration import Unit
-from millrace.timeline.view import IdleCause
 
 
 class Bottleneck(StrEnum):

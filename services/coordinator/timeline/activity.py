@@ -7,9 +7,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.rest.timeline import LaneKind
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import Span
-from millrace.timeline.view import LaneKind
 
 CELLS_OF_A_STEP = 4000
 MOST_CELLS = 20_000

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace.rest import StepMetrics
+from millrace.rest.timeline import IdleCause, LaneKind
 from millrace.spec.job import JobSpec
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import Span
-from millrace.timeline import idle
-from millrace.timeline.activity import Activity
-from millrace.timeline.view import IdleCause, LaneKind
+from services.coordinator.timeline import idle
+from services.coordinator.timeline.activity import Activity
 
 IN_PLACE = "in_place"
 """Figure of a pause: 1 where the version was received during it."""

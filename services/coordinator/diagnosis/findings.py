@@ -7,11 +7,11 @@ to that: while replicas generate, a faster trainer or a faster publication would
 import statistics
 from collections.abc import Sequence
 
-from millrace.diagnosis.changes import CHANGES
-from millrace.diagnosis.summary import ReplicaPace, Summary
-from millrace.diagnosis.view import Bottleneck, DiagnosisView, FigureView, FindingView
+from millrace.rest.diagnosis import Bottleneck, DiagnosisView, FigureView, FindingView
+from millrace.rest.timeline import IdleCause
 from millrace.telemetry.metrics.declaration import Unit
-from millrace.timeline.view import IdleCause
+from services.coordinator.diagnosis.changes import CHANGES
+from services.coordinator.diagnosis.summary import ReplicaPace, Summary
 
 LEAST_SHARE = 0.05
 """A cause that costs a smaller part of the steps' time is no finding."""
