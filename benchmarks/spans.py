@@ -13,10 +13,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from millrace.ids import JobId, MemberId
-from millrace.rest.timeline import LaneKind
 from millrace.telemetry.spans.batches import MOST_AT_ONCE, Batch, decode, encode
 from millrace.telemetry.spans.context import TraceContext, within
-from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.kinds import LaneKind, SpanKind
 from millrace.telemetry.spans.recorder import Recorder, Span
 from services.coordinator.timeline.lanes import timeline
 

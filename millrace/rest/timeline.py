@@ -4,22 +4,7 @@ from enum import StrEnum
 
 from pydantic import BaseModel, Field
 
-from millrace.telemetry.spans.kinds import SpanKind
-
-
-class LaneKind(StrEnum):
-    """What a lane of the timeline shows."""
-
-    COORDINATOR = "coordinator"
-    """Stages of the job loop."""
-    TRAINER = "trainer"
-    """Steps, their parts and publications on the trainer's rank 0."""
-    ROLLOUT = "rollout"
-    """Leases, samples and publications of a replica."""
-    REWARDS = "rewards"
-    """Scoring in a replica."""
-    ENVIRONMENT = "environment"
-    """Environments and tools of a replica."""
+from millrace.telemetry.spans.kinds import LaneKind, SpanKind
 
 
 class IdleCause(StrEnum):

@@ -8,6 +8,7 @@ from millrace.trackers import TRACKERS
 from millrace.validation import limits
 from millrace.validation.fields import OneOf
 from millrace.validation.model import StrictModel
+from millrace.wire.deadlines import COMMIT_S, DEADLINES_S, FINISH_S
 
 
 class Schedule(StrictModel):
@@ -45,6 +46,21 @@ class Deadlines(StrictModel):
     """Writing one checkpoint."""
     no_replica_s: Seconds = 1800.0
     """How long a job waits without any replica before it fails."""
+
+    def of_calls(self) -> dict[str, float]:
+        """The deadlines of calls that are made for the job."""
+        return DEADLINES_S | {
+            "Rollout/Configure": self.configure_s,
+            "Scoring/Configure": self.configure_s,
+            "Trainer/Configure": self.configure_s,
+            "Trainer/Load": self.configure_s,
+            "Trainer/Step": self.step_s,
+            "Rollout/VerifyPublication": self.publication_s + COMMIT_S,
+            "Rollout/TransferCopy": self.publication_s,
+            "Trainer/TransferPublication": self.publication_s,
+            "Trainer/Save": self.save_s,
+            "Trainer/FinishSave": self.save_s + FINISH_S,
+        }
 
 
 class Tracking(StrictModel):

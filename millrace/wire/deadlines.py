@@ -1,6 +1,5 @@
-"""Deadlines of all remote calls, in seconds. A job's `deadlines` override those marked with one of its fields."""
-
-from millrace.spec.schedule import Deadlines
+"""Deadlines of all remote calls, in seconds. A job's `deadlines` override those marked with one of its fields:
+`Deadlines.of_calls` in millrace/spec/schedule.py."""
 
 FINISH_S = 60.0
 """After save_s the trainer has this long to say which rank was late."""
@@ -50,19 +49,3 @@ DEADLINES_S: dict[str, float] = {
     "Trainer/GetStatus": 5.0,
     "Health/Check": 5.0,
 }
-
-
-def of_job(deadlines: Deadlines) -> dict[str, float]:
-    """The deadlines of calls that are made for a job."""
-    return DEADLINES_S | {
-        "Rollout/Configure": deadlines.configure_s,
-        "Scoring/Configure": deadlines.configure_s,
-        "Trainer/Configure": deadlines.configure_s,
-        "Trainer/Load": deadlines.configure_s,
-        "Trainer/Step": deadlines.step_s,
-        "Rollout/VerifyPublication": deadlines.publication_s + COMMIT_S,
-        "Rollout/TransferCopy": deadlines.publication_s,
-        "Trainer/TransferPublication": deadlines.publication_s,
-        "Trainer/Save": deadlines.save_s,
-        "Trainer/FinishSave": deadlines.save_s + FINISH_S,
-    }

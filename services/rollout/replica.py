@@ -15,9 +15,9 @@ from millrace.contracts.v1 import fleet_pb2, rollout_pb2
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import JobId, MemberId, Version
 from millrace.local.devices import device_name
-from millrace.rest.timeline import LaneKind
 from millrace.spec import JobSpec, received
 from millrace.telemetry.spans.batches import taken
+from millrace.telemetry.spans.kinds import LaneKind
 from millrace.telemetry.spans.recorder import RECORDER
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.manifest import Manifest

@@ -19,8 +19,8 @@ from millrace.client import Client
 from millrace.local.stack import Stack
 from millrace.rest import MemberState
 from millrace.rest.diagnosis import Bottleneck, DiagnosisView
-from millrace.rest.timeline import IdleCause, LaneKind
-from millrace.telemetry.spans.kinds import SpanKind
+from millrace.rest.timeline import IdleCause
+from millrace.telemetry.spans.kinds import LaneKind, SpanKind
 from tests.e2e.conftest import finished, until
 
 STEPS = 3

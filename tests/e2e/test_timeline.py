@@ -3,8 +3,8 @@
 from typing import Any
 
 from millrace.client import Client
-from millrace.rest.timeline import LaneKind, LaneView, SpanView, TimelineView
-from millrace.telemetry.spans.kinds import SpanKind
+from millrace.rest.timeline import LaneView, SpanView, TimelineView
+from millrace.telemetry.spans.kinds import LaneKind, SpanKind
 from tests.e2e.conftest import finished, until
 
 OF_A_REPLICA = {SpanKind.LEASE, SpanKind.RENDER, SpanKind.GENERATE, SpanKind.COMPLETE}

@@ -7,7 +7,8 @@ import pytest
 from benchmarks.chaos.job import job
 from millrace.client import Client
 from millrace.rest.diagnosis import Bottleneck, DiagnosisView
-from millrace.rest.timeline import IdleCause, LaneKind
+from millrace.rest.timeline import IdleCause
+from millrace.telemetry.spans.kinds import LaneKind
 from tests.hosts.network import Network
 from tests.hosts.services import HEAD, Services
 

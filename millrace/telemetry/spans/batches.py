@@ -8,9 +8,8 @@ from google.protobuf.message import DecodeError
 
 from millrace.contracts.v1 import spans_pb2
 from millrace.ids import MemberId
-from millrace.rest.timeline import LaneKind
 from millrace.telemetry.spans.context import TraceContext
-from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.kinds import LaneKind, SpanKind
 from millrace.telemetry.spans.recorder import Recorder, Span
 
 KIND_NUMBERS = {kind: getattr(spans_pb2, f"SPAN_KIND_{kind.name}") for kind in SpanKind}

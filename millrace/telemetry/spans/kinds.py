@@ -1,4 +1,4 @@
-"""The kinds of spans."""
+"""The kinds of spans, and of the lanes that show them."""
 
 from enum import StrEnum
 
@@ -79,3 +79,18 @@ class SpanKind(StrEnum):
     """The answer is sent to the coordinator and stored."""
     HOLD = "hold"
     """The complete group waits for the step that it is trained in."""
+
+
+class LaneKind(StrEnum):
+    """What a lane of the timeline shows."""
+
+    COORDINATOR = "coordinator"
+    """Stages of the job loop."""
+    TRAINER = "trainer"
+    """Steps, their parts and publications on the trainer's rank 0."""
+    ROLLOUT = "rollout"
+    """Leases, samples and publications of a replica."""
+    REWARDS = "rewards"
+    """Scoring in a replica."""
+    ENVIRONMENT = "environment"
+    """Environments and tools of a replica."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace.rest import StepMetrics
-from millrace.rest.timeline import IdleCause, LaneKind
+from millrace.rest.timeline import IdleCause
 from millrace.spec.job import JobSpec
-from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.kinds import LaneKind, SpanKind
 from millrace.telemetry.spans.recorder import Span
 from services.coordinator.timeline import idle
 from services.coordinator.timeline.activity import Activity

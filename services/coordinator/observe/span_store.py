@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from millrace.ids import JobId, MemberId
-from millrace.rest.timeline import LaneKind, TimelineView
+from millrace.rest.timeline import TimelineView
 from millrace.telemetry.spans.batches import MOST_AT_ONCE, Batch, decode, encode
+from millrace.telemetry.spans.kinds import LaneKind
 from millrace.telemetry.spans.recorder import RECORDER, Recorder, Span
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.state.job import JobRecord

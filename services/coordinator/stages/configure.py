@@ -10,7 +10,6 @@ from millrace.errors import MillraceError, Unavailable
 from millrace.ids import Version
 from millrace.rest import JobState
 from millrace.telemetry.spans.kinds import SpanKind
-from millrace.wire.deadlines import of_job
 from services.coordinator.stages.checkpoint import recover
 from services.coordinator.stages.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.spans import traced
@@ -22,7 +21,7 @@ from services.coordinator.state.bell import waited
 async def configure(run: Run) -> None:
     """Has the trainer load the job, where it does not hold it. If it then holds an earlier version than the ledger, the
     ledger goes back. Raises Unavailable, TrainerLost, and MillraceError where the two cannot agree."""
-    run.components.fleet.deadlines.update(of_job(run.spec.deadlines))
+    run.components.fleet.deadlines.update(run.spec.deadlines.of_calls())
     await _check_data(run)
     await _trainer_arrived(run)
     run.components.trainer.take()

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.rest.timeline import IdleCause, IdleView, LaneKind
-from millrace.telemetry.spans.kinds import SpanKind
+from millrace.rest.timeline import IdleCause, IdleView
+from millrace.telemetry.spans.kinds import LaneKind, SpanKind
 from millrace.telemetry.spans.recorder import Span
 from services.coordinator.timeline.activity import Activity
 

@@ -4,9 +4,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from millrace.ids import JobId
-from millrace.rest.timeline import LaneKind, LaneView, SpanView, TimelineView
+from millrace.rest.timeline import LaneView, SpanView, TimelineView
 from millrace.telemetry.spans.batches import Batch
-from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.kinds import LaneKind, SpanKind
 from millrace.telemetry.spans.recorder import Span
 from services.coordinator.timeline import idle
 from services.coordinator.timeline.activity import Activity

@@ -14,10 +14,10 @@ from millrace.contracts.v1 import fleet_pb2
 from millrace.contracts.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import MemberId
-from millrace.rest.timeline import LaneKind
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsEndpoint
 from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
 from millrace.telemetry.spans.batches import taken
+from millrace.telemetry.spans.kinds import LaneKind
 from millrace.telemetry.spans.recorder import RECORDER
 from millrace.wire.address import bind_address
 from millrace.wire.channel import PROTOCOL_VERSION, Peer

@@ -21,7 +21,7 @@ from millrace.telemetry.spans.context import current
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from millrace.weights.phases import Phase, PublicationId, PublicationState
-from millrace.wire.deadlines import DEADLINES_S, of_job
+from millrace.wire.deadlines import DEADLINES_S
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import RanksFailed
 from services.trainer.service.call_lock import CallKey, CallLock
@@ -85,7 +85,7 @@ class ConfiguredJob:
     """Number of the last step, and its response."""
 
     def deadline(self, method: str) -> float:
-        return of_job(self.spec.deadlines)[f"Trainer/{method}"]
+        return self.spec.deadlines.of_calls()[f"Trainer/{method}"]
 
 
 @dataclass
@@ -169,7 +169,7 @@ class TrainerService(TrainerServicer):
     async def _configure(self, request: pb.ConfigureTrainerRequest, spec: JobSpec) -> ConfiguredJob:
         await self._saved()
         self._job = None
-        deadline_s = of_job(spec.deadlines)["Trainer/Configure"]
+        deadline_s = spec.deadlines.of_calls()["Trainer/Configure"]
         reply = await self._on_ranks(TrainerRpc.Configure, request, deadline_s)
         version = Version(reply.version)
         loaded = (spec, version, reply.parameters, tuple(reply.warnings))

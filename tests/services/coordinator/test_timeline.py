@@ -10,10 +10,10 @@ from millrace.contracts.methods import FleetRpc
 from millrace.contracts.v1 import fleet_pb2
 from millrace.errors import NotFound
 from millrace.ids import MemberId
-from millrace.rest.timeline import LaneKind, TimelineView
+from millrace.rest.timeline import TimelineView
 from millrace.telemetry.spans.batches import Batch, encode
 from millrace.telemetry.spans.context import TraceContext
-from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.kinds import LaneKind, SpanKind
 from millrace.telemetry.spans.recorder import Span
 from services.coordinator.observe import span_store
 from tests.services.coordinator.cluster import Cluster, scenario, until

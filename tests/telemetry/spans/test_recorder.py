@@ -6,10 +6,9 @@ import threading
 import pytest
 
 from millrace.ids import MemberId
-from millrace.rest.timeline import LaneKind
 from millrace.telemetry.spans.batches import LARGEST_BYTES, MOST_AT_ONCE, Batch, decode, encode
 from millrace.telemetry.spans.context import TraceContext, current, incoming, outgoing, within
-from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.kinds import LaneKind, SpanKind
 from millrace.telemetry.spans.recorder import Recorder, Span
 from services.coordinator.observe.span_store import LARGEST_BATCH
 

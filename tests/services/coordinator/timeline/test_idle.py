@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import pytest
 
 from millrace.ids import JobId, MemberId
-from millrace.rest.timeline import IdleCause, LaneKind, LaneView
+from millrace.rest.timeline import IdleCause, LaneView
 from millrace.telemetry.spans.batches import Batch
 from millrace.telemetry.spans.context import TraceContext
-from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.kinds import LaneKind, SpanKind
 from millrace.telemetry.spans.recorder import Span
 from services.coordinator.timeline.lanes import timeline
 
