@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from millrace.errors import InvalidJob
-from millrace.spec.merging import leaves, merged
+from millrace.spec.merging import merged
+from millrace.validation.kinds import leaves
 
 CHANGEABLE = {
     "deadlines": False,

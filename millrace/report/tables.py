@@ -11,9 +11,9 @@ from millrace.events import CheckpointSaved, Event, EventKind, PublicationDone
 from millrace.report.markup import Element, Part, details, element, section, table
 from millrace.report.scales import written
 from millrace.rest import FleetView, LedgerView, MemberView, StepMetrics
-from millrace.spec.merging import leaves
 from millrace.telemetry.metrics.catalogue import find
 from millrace.telemetry.metrics.step.evaluation import EVALUATION_RESULTS
+from millrace.validation.kinds import leaves
 
 MOST_EVENTS = 500
 MOST_PUBLICATIONS = 50

@@ -16,7 +16,8 @@ from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from millrace.errors import InvalidJob
-from millrace.spec.merging import leaves, merged
+from millrace.spec.merging import merged
+from millrace.validation.kinds import leaves
 
 MOST_CHARACTERS = 1_000_000
 MOST_EVENTS = 300_000

@@ -1,6 +1,6 @@
 """New values of fields, put into the tree of a job spec."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 OPTIONS = (
@@ -31,12 +31,3 @@ def merged(tree: Mapping[str, Any], changes: Mapping[str, Any], above: str = "")
 def _another_function(held: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
     """Whether both choose a function by its name, with options, and not the same one."""
     return set(held) <= {"name", "options"} and value.get("name", held.get("name")) != held.get("name")
-
-
-def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Path and value of every field that holds no further fields: `("trainer.optimizer.lr", 1e-6)`."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{above}{name}.")
-        else:
-            yield above + name, value

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from millrace.rest import SampleView
-from millrace.spec.merging import leaves
 from millrace.trackers import TrackedJob
 from millrace.trackers.samples import COLUMNS, rows
+from millrace.validation.kinds import leaves
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

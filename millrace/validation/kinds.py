@@ -1,6 +1,7 @@
-"""The kinds of values that a YAML or JSON file holds, in plain words."""
+"""What a YAML or JSON file holds: the kinds of its values in plain words, and its fields one by one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 
 def kind_of(value: object) -> str:
@@ -23,3 +24,12 @@ def kind_of(value: object) -> str:
         case Sequence() | set() | frozenset():
             return "a list"
     return f"a {type(value).__name__}"
+
+
+def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Path and value of every field that holds no further fields: `("trainer.optimizer.lr", 1e-6)`."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{above}{name}.")
+        else:
+            yield above + name, value

@@ -1,5 +1,6 @@
 from millrace.spec.document import Document
-from millrace.spec.merging import leaves, merged
+from millrace.spec.merging import merged
+from millrace.validation.kinds import leaves
 
 
 def test_fields_that_the_changes_do_not_name_stay() -> None:

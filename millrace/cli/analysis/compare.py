@@ -12,7 +12,7 @@ from rich.table import Table
 from millrace.cli.names import JobName, job_id
 from millrace.cli.output import AsJson, Url, connect, people, print_json, styled, table
 from millrace.rest import Figure, JobView, StepMetrics
-from millrace.spec.merging import leaves
+from millrace.validation.kinds import leaves
 
 COMPARED = ("critic/score/mean", "critic/rewards/mean", "perf/throughput", "timing_s/step")
 """Metrics that are compared, after those of held-out prompts."""
