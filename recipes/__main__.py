@@ -1,7 +1,7 @@
 import sys
 
-from millrace.cli.output import print_error
 from millrace.errors import MillraceError
+from millrace.terminal.output import print_error
 from recipes.run import app
 
 try:

@@ -9,7 +9,6 @@ import yaml
 
 from millrace import hub
 from millrace.admission import submission, thorough
-from millrace.cli.live.watch import show_live
 from millrace.cli.settings import Settings, changes_of
 from millrace.client import Client
 from millrace.local.options import StackOptions, pythons
@@ -17,6 +16,7 @@ from millrace.local.stack import Stack
 from millrace.rest import JobState
 from millrace.spec import parse
 from millrace.spec.merging import merged
+from millrace.terminal.watch import show_live
 from recipes.catalogue import RECIPES, Recipe, recipe
 from recipes.data_sets import DATA_SETS, converted, data_set
 from recipes.expected import expected, table_row

@@ -16,8 +16,8 @@ import typer
 from benchmarks.chaos import table
 from benchmarks.chaos.faults import Target
 from benchmarks.chaos.trial import Outcome, Shape, Struck, attempted
-from millrace.cli.output import print_error
 from millrace.errors import InvalidState, MillraceError
+from millrace.terminal.output import print_error
 
 NAMES = {target.name.lower(): target for target in Target}
 

@@ -17,7 +17,6 @@ import typer
 from benchmarks.learning import page
 from benchmarks.learning.jobs import COMPARISONS, Comparison, job_spec
 from benchmarks.learning.results import Result, Results
-from millrace.cli.output import print_error
 from millrace.client import Client
 from millrace.demo.run import ENVIRONMENT, MARGIN, model_folder
 from millrace.errors import InvalidState, MillraceError
@@ -25,6 +24,7 @@ from millrace.local.options import StackOptions
 from millrace.local.ports import free_port
 from millrace.local.stack import Stack
 from millrace.rest import JobState
+from millrace.terminal.output import print_error
 
 RUN_TIMEOUT_S = 1800.0
 Run = tuple[str, int]

@@ -7,12 +7,11 @@ from typing import Any
 
 import typer
 
-from millrace.cli import doctor, jobs, logs, plan, report, show, stack, validate
-from millrace.cli.analysis import compare, diagnose
-from millrace.cli.live import top, watch
-from millrace.cli.output import ErrorReporting
+from millrace.cli import compare, diagnose, doctor, jobs, logs, plan, report, show, stack, top, validate
 from millrace.errors import InvalidState
 from millrace.extras import how_to_install
+from millrace.terminal import watch
+from millrace.terminal.output import ErrorReporting
 from millrace.version import VersionOption
 
 app = typer.Typer(

@@ -4,9 +4,9 @@ import typer
 from rich.markup import escape
 
 from millrace.backends import BACKEND_NAMES
-from millrace.cli.output import AsJson, people, print_json, table
 from millrace.cli.probes import Verdict, can, examine
 from millrace.engines import ENGINE_NAMES
+from millrace.terminal.output import AsJson, people, print_json, table
 
 MARKS = {
     Verdict.GOOD: "[green]ok[/]",

@@ -7,16 +7,16 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from millrace.cli.live.usage import HEADINGS, cells
-from millrace.cli.live.watch import follow
 from millrace.cli.names import JobName, MemberName, job_id, member_id
-from millrace.cli.output import AsJson, Url, connect, duration, held_out, number, people, print_json, styled, table
 from millrace.cli.settings import Settings, changes_of
 from millrace.client import Client
 from millrace.events import Event
 from millrace.rest import JobState, JobView, MemberState, WaitingFor
 from millrace.sandbox.boundaries import Missing, listed
 from millrace.spec.pools.pool import ROLLOUT
+from millrace.terminal.output import AsJson, Url, connect, duration, held_out, number, people, print_json, styled, table
+from millrace.terminal.usage import HEADINGS, cells
+from millrace.terminal.watch import follow
 
 LISTED = 50
 """Jobs that `millrace jobs` lists unless told otherwise."""

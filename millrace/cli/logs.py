@@ -10,9 +10,9 @@ import typer
 
 from millrace.cli import completion
 from millrace.cli.names import not_found
-from millrace.cli.output import Url, connect
 from millrace.errors import InvalidRequest, NotFound
 from millrace.local.service_log import GrowingFile, readable, sender, start_of_last_lines
+from millrace.terminal.output import Url, connect
 
 LOOK_S = 0.2
 """How often the files are looked at for new lines."""

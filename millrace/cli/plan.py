@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millrace.cli.output import AsJson, people, print_json
 from millrace.cli.settings import Settings, changes_of
+from millrace.terminal.output import AsJson, people, print_json
 from millrace.validation.limits import MOST_RANKS, MOST_TOKENS
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from millrace.cli.names import JobName, job_id
-from millrace.cli.output import AsJson, Url, connect, people, print_json
 from millrace.errors import InvalidState, wrong_value
+from millrace.terminal.output import AsJson, Url, connect, people, print_json
 
 
 def report(

@@ -9,7 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from millrace.cli.names import JobName, job_id
-from millrace.cli.output import (
+from millrace.rest import JobView, LedgerView, SampleView
+from millrace.terminal.output import (
     AsJson,
     Url,
     connect,
@@ -22,7 +23,6 @@ from millrace.cli.output import (
     table,
     warning_line,
 )
-from millrace.rest import JobView, LedgerView, SampleView
 
 MAIN_METRICS = (
     "critic/score/mean",

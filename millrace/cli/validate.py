@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from millrace.cli.output import AsJson, people, print_json
 from millrace.cli.settings import Settings, changes_of
 from millrace.errors import NotFound
+from millrace.terminal.output import AsJson, people, print_json
 from millrace.validation.limits import MOST_RANKS
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 import sys
 
-from millrace.cli.output import print_error
 from millrace.demo.run import app
 from millrace.errors import MillraceError
+from millrace.terminal.output import print_error
 
 try:
     app(prog_name="python -m millrace.demo")

@@ -6,10 +6,10 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from millrace.cli.output import number, people
 from millrace.cli.show import ledger_line
 from millrace.client import Client
 from millrace.rest import JobState, JobView, LedgerView, StepMetrics
+from millrace.terminal.output import number, people
 
 PAUSE = "publication/pause_s"
 

@@ -11,7 +11,6 @@ import typer
 import yaml
 
 from millrace.backends import BACKEND_NAMES
-from millrace.cli.live.watch import show_live
 from millrace.client import Client
 from millrace.demo.report import Outcome, print_outcome
 from millrace.engines import ENGINE_NAMES
@@ -21,6 +20,7 @@ from millrace.local.ports import free_port
 from millrace.local.stack import Stack
 from millrace.spec import JobSpec, parse
 from millrace.spec.merging import merged
+from millrace.terminal.watch import show_live
 
 if TYPE_CHECKING:
     from millrace.demo.model import Size

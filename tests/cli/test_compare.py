@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from millrace.cli import app
-from millrace.cli.analysis.compare import COMPARED, comparison
+from millrace.cli.compare import COMPARED, comparison
 from millrace.client import Client
 from millrace.rest import JobState, JobView, StepMetrics
 from millrace.telemetry.metrics.catalogue import find

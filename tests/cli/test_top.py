@@ -18,9 +18,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from millrace.cli import app
-from millrace.cli.live import top
-from millrace.cli.live.top import Frame, pace, picture
+from millrace.cli import app, top
+from millrace.cli.top import Frame, pace, picture
 from millrace.client import Client
 from millrace.errors import Unavailable
 from millrace.rest import (
@@ -178,7 +177,7 @@ def test_a_coordinator_that_does_not_answer_is_named_below_the_last_picture() ->
 LIVE = """
 import sys
 from tests.cli.test_top import Coordinator
-from tests.cli.test_watch import JOB
+from tests.terminal.test_watch import JOB
 from millrace.cli import app
 from millrace.client import Client
 

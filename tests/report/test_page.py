@@ -19,7 +19,7 @@ from millrace.report.markup import visible
 from millrace.report.page import report_page
 from millrace.report.tables import fields_by_origin
 from millrace.rest import FleetView, JobState, JobView, LedgerView, SampleView, StepMetrics
-from tests.cli.test_watch import REPLICA
+from tests.terminal.test_watch import REPLICA
 from tests.test_trackers import a_sample
 
 HOSTILE = (

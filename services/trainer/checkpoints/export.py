@@ -15,9 +15,9 @@ from rich.progress import Progress
 from safetensors import SafetensorError
 
 from millrace.checkpoints.written import megatron_form
-from millrace.cli.output import print_error
 from millrace.errors import InvalidState, MillraceError
 from millrace.megatron.architectures import read_shape
+from millrace.terminal.output import print_error
 from services.trainer.checkpoints import huggingface
 from services.trainer.checkpoints.checkpoint import open_checkpoint
 from services.trainer.checkpoints.exported import Exported

@@ -14,8 +14,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from millrace.cli.live.usage import HEADINGS, cells
-from millrace.cli.output import (
+from millrace.client import Client
+from millrace.errors import MillraceError
+from millrace.rest import FleetView, JobState, JobSummary, MemberKind, MemberState, MemberView, StepMetrics
+from millrace.telemetry.metrics.step.performance import TOTAL_TOKENS
+from millrace.telemetry.metrics.step.timing import STEP_SECONDS
+from millrace.terminal.output import (
     AsJson,
     Url,
     connect,
@@ -28,11 +32,7 @@ from millrace.cli.output import (
     table,
     warning_line,
 )
-from millrace.client import Client
-from millrace.errors import MillraceError
-from millrace.rest import FleetView, JobState, JobSummary, MemberKind, MemberState, MemberView, StepMetrics
-from millrace.telemetry.metrics.step.performance import TOTAL_TOKENS
-from millrace.telemetry.metrics.step.timing import STEP_SECONDS
+from millrace.terminal.usage import HEADINGS, cells
 
 ACTIVE = (JobState.RUNNING, JobState.STARTING, JobState.PAUSED, JobState.QUEUED)
 """States of the jobs that are shown, in this order."""

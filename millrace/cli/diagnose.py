@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from millrace.cli.names import JobName, job_id
-from millrace.cli.output import AsJson, Url, connect, number, people, print_json, table
 from millrace.rest.diagnosis import DiagnosisView, FindingView
 from millrace.telemetry.metrics.declaration import Unit
+from millrace.terminal.output import AsJson, Url, connect, number, people, print_json, table
 
 Step = Annotated[int | None, typer.Option(min=0, help="A step; by default the last ten are judged.")]
 

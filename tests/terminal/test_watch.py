@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console, Group
 
-from millrace.cli.live import watch
-from millrace.cli.live.watch import Snapshot, panels, step_line
 from millrace.events import Event, MemberJoined
 from millrace.ids import MemberId
 from millrace.rest import FleetView, JobState, JobView, LedgerView, MemberView, StepMetrics
+from millrace.terminal import watch
+from millrace.terminal.watch import Snapshot, panels, step_line
 
 JOB = JobView(
     id="job-0123456789ab",
@@ -130,8 +130,8 @@ def test_whoever_detaches_from_json_reads_nothing_else_there(
 
 LIVE = """
 import sys
-from tests.cli.test_watch import JOB, LEDGER, ROW
-from millrace.cli.live import watch
+from tests.terminal.test_watch import JOB, LEDGER, ROW
+from millrace.terminal import watch
 from millrace.rest import FleetView, JobState
 
 class Told:

@@ -14,10 +14,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from millrace.cli.names import JobName, job_id
-from millrace.cli.output import AsJson, Url, held_out, number, people, print_json, styled, table, warning_line
 from millrace.client import Client
 from millrace.events import Event, EventKind
 from millrace.rest import ENDED, FleetView, JobState, JobView, LedgerView, StepMetrics
+from millrace.terminal.output import AsJson, Url, held_out, number, people, print_json, styled, table, warning_line
 
 POLL_S = 0.4
 SHOWN_EVENTS = 6

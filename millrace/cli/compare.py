@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from millrace.cli.names import JobName, job_id
-from millrace.cli.output import AsJson, Url, connect, people, print_json, styled, table
 from millrace.rest import Figure, JobView, StepMetrics
+from millrace.terminal.output import AsJson, Url, connect, people, print_json, styled, table
 from millrace.validation.kinds import leaves
 
 COMPARED = ("critic/score/mean", "critic/rewards/mean", "perf/throughput", "timing_s/step")

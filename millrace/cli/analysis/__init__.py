@@ -1,1 +1,0 @@
-"""Commands that judge jobs: compare two, or say what slows one down."""
