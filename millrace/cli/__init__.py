@@ -10,7 +10,6 @@ import typer
 from millrace.cli import compare, diagnose, doctor, jobs, logs, plan, report, show, stack, top, validate
 from millrace.errors import InvalidState
 from millrace.extras import how_to_install
-from millrace.terminal import watch
 from millrace.terminal.output import ErrorReporting
 from millrace.version import VersionOption
 
@@ -73,7 +72,7 @@ app.command("validate", rich_help_panel=JOBS)(validate.validate)
 app.command("plan", rich_help_panel=JOBS)(plan.plan)
 app.command("top", rich_help_panel=JOBS)(top.top)
 app.command("submit", rich_help_panel=JOBS)(jobs.submit)
-app.command("watch", rich_help_panel=JOBS)(watch.watch)
+app.command("watch", rich_help_panel=JOBS)(jobs.watch)
 app.command("jobs", rich_help_panel=JOBS)(jobs.jobs)
 app.command("show", rich_help_panel=JOBS)(show.show)
 app.command("report", rich_help_panel=JOBS)(report.report)

@@ -1,4 +1,4 @@
-"""Commands that call the coordinator: submit, jobs, events, pause, resume, cancel, fleet, drain."""
+"""Commands that call the coordinator: submit, watch, jobs, events, pause, resume, cancel, fleet, drain."""
 
 import time
 from pathlib import Path
@@ -14,8 +14,20 @@ from millrace.events import Event
 from millrace.rest import JobState, JobView, MemberState, WaitingFor
 from millrace.sandbox.boundaries import Missing, listed
 from millrace.spec.pools.pool import ROLLOUT
-from millrace.terminal.output import AsJson, Url, connect, duration, held_out, number, people, print_json, styled, table
-from millrace.terminal.usage import HEADINGS, cells
+from millrace.terminal.output import (
+    USAGE_HEADINGS,
+    AsJson,
+    Url,
+    connect,
+    duration,
+    held_out,
+    number,
+    people,
+    print_json,
+    styled,
+    table,
+    usage_cells,
+)
 from millrace.terminal.watch import follow
 
 LISTED = 50
@@ -55,6 +67,12 @@ def submit(
             print_json(job) if as_json else people().print(f"{job.id}  {styled(job.status)}  watch it: millrace watch")
             return
         raise typer.Exit(follow(client, job.id, as_json))
+
+
+def watch(job: JobName = "last", url: Url = None, as_json: AsJson = False) -> None:
+    """Show a job live until it ends. Ctrl-C only detaches: the job continues. Status 1 if it does not succeed."""
+    with Client(url) as client:
+        raise typer.Exit(follow(client, job_id(client, job), as_json))
 
 
 def jobs(
@@ -150,7 +168,7 @@ def fleet(url: Url = None, as_json: AsJson = False) -> None:
         return print_json(view)
     rows = table(
         *("MEMBER", "KIND", "STATE", ">VERSION", ">RUNNING", ">LEASES", ">TOKENS/S"),
-        *HEADINGS,
+        *USAGE_HEADINGS,
         *("ENGINE", "ADDRESS", "METRICS", "SESSIONS", "DEVICE"),
     )
     for member in (*view.trainers, *view.replicas):
@@ -159,7 +177,7 @@ def fleet(url: Url = None, as_json: AsJson = False) -> None:
         ports = [address.rpartition(":")[2] for address in (member.metrics_address, member.sessions_address)]
         where = (member.address, *ports, member.device)
         kind = member.kind if member.pool in ("", ROLLOUT) else f"pool {member.pool}"
-        rows.add_row(member.id, kind, styled(member.state), *counts, *cells(member), engine, *where)
+        rows.add_row(member.id, kind, styled(member.state), *counts, *usage_cells(member), engine, *where)
     console = people()
     console.print(f"epoch {view.epoch}")
     nobody = "No trainers or replicas are connected. Start a local fleet with `millrace up`."

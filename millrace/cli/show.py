@@ -16,6 +16,7 @@ from millrace.terminal.output import (
     connect,
     duration,
     held_out,
+    ledger_line,
     number,
     people,
     print_json,
@@ -122,14 +123,6 @@ def _facts(job: JobView, ledger: LedgerView) -> list[tuple[str, str]]:
         ("report", escape(job.report or "–")),
     ]
     return [*facts, ("failure", f"[red]{escape(job.failure)}[/]")] if job.failure else facts
-
-
-def ledger_line(ledger: LedgerView) -> str:
-    """`512 issued = 0 queued + 4 leased + 8 generated + 496 trained + 4 dropped (overlong 4)`."""
-    states = ("queued", "leased", "generated", "trained", "dropped")
-    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(ledger.reasons.items()))
-    counts = f"{ledger.issued} issued = " + " + ".join(f"{getattr(ledger, state)} {state}" for state in states)
-    return f"{counts} ({reasons})" if reasons else counts
 
 
 def _print_sample(sample: SampleView) -> None:

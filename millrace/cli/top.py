@@ -20,6 +20,7 @@ from millrace.rest import FleetView, JobState, JobSummary, MemberKind, MemberSta
 from millrace.telemetry.metrics.step.performance import TOTAL_TOKENS
 from millrace.telemetry.metrics.step.timing import STEP_SECONDS
 from millrace.terminal.output import (
+    USAGE_HEADINGS,
     AsJson,
     Url,
     connect,
@@ -30,9 +31,9 @@ from millrace.terminal.output import (
     print_json,
     styled,
     table,
+    usage_cells,
     warning_line,
 )
-from millrace.terminal.usage import HEADINGS, cells
 
 ACTIVE = (JobState.RUNNING, JobState.STARTING, JobState.PAUSED, JobState.QUEUED)
 """States of the jobs that are shown, in this order."""
@@ -212,7 +213,7 @@ def in_order(fleet: FleetView) -> list[MemberView]:
 def members_table(members: list[MemberView]) -> Table:
     rows = table(
         *("MEMBER", "STATE", ">VERSION", ">RUNNING", ">WAITING", ">FREE", ">LEASES", ">TOKENS/S", ">SILENT S"),
-        *HEADINGS,
+        *USAGE_HEADINGS,
         *("ENGINE", "HOST", "DEVICE"),
     )
     for m in members:
@@ -220,7 +221,7 @@ def members_table(members: list[MemberView]) -> Table:
         speed = (f"{m.tokens_per_s:,.0f}", f"{m.silent_s:.1f}")
         engine = f"{m.engine} {m.engine_release} ×{m.world_size}"
         where = (escape(engine), escape(m.host), escape(m.device))
-        rows.add_row(escape(m.id), styled(m.state), str(m.version), *map(str, counts), *speed, *cells(m), *where)
+        rows.add_row(escape(m.id), styled(m.state), str(m.version), *map(str, counts), *speed, *usage_cells(m), *where)
     return rows
 
 

@@ -6,10 +6,9 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from millrace.cli.show import ledger_line
 from millrace.client import Client
 from millrace.rest import JobState, JobView, LedgerView, StepMetrics
-from millrace.terminal.output import number, people
+from millrace.terminal.output import ledger_line, number, people
 
 PAUSE = "publication/pause_s"
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from millrace.client import Client
 from millrace.errors import InvalidJob, MillraceError
-from millrace.rest import JobSummary, WarningView
+from millrace.rest import JobSummary, LedgerView, MemberView, WarningView
 
 Url = Annotated[
     str | None,
@@ -44,6 +44,10 @@ STATE_STYLE = {
 
 JSON_REQUESTED = "millrace.json"
 """Key in the context's `meta`: whether the command line has --json."""
+
+GB = 1e9
+USAGE_HEADINGS = (">CACHE", ">GPU", ">GPU GB", ">HOST GB")
+"""Columns of `usage_cells`."""
 
 
 class ErrorReporting(typer.core.TyperGroup):
@@ -126,3 +130,28 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+
+
+def ledger_line(ledger: LedgerView) -> str:
+    """`512 issued = 0 queued + 4 leased + 8 generated + 496 trained + 4 dropped (overlong 4)`."""
+    states = ("queued", "leased", "generated", "trained", "dropped")
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(ledger.reasons.items()))
+    counts = f"{ledger.issued} issued = " + " + ".join(f"{getattr(ledger, state)} {state}" for state in states)
+    return f"{counts} ({reasons})" if reasons else counts
+
+
+def usage_cells(member: MemberView) -> tuple[str, str, str, str]:
+    """Part of the engine's cache that is in use; mean part of the time in which its GPUs run kernels; memory in use on
+    these GPUs, of what they have; memory of its processes and of all processes on its hosts, of what these have. `–`
+    where a figure is not known."""
+    cache = "–" if member.cache_used is None else f"{member.cache_used:.0%}"
+    told = [gpu.busy for gpu in member.gpus if gpu.busy is not None]
+    busy = f"{sum(told) / len(told):.0%}" if told else "–"
+    gpus = _of([gpu.used_bytes for gpu in member.gpus], [gpu.size_bytes for gpu in member.gpus])
+    own = sum(host.process_bytes for host in member.hosts)
+    hosts = _of([host.used_bytes for host in member.hosts], [host.size_bytes for host in member.hosts])
+    return cache, busy, gpus, f"{own / GB:.1f} in {hosts}" if member.hosts else "–"
+
+
+def _of(used: list[int], sizes: list[int]) -> str:
+    return f"{sum(used) / GB:.1f}/{sum(sizes) / GB:.0f}" if sizes else "–"

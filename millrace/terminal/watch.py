@@ -1,4 +1,4 @@
-"""`millrace watch` and `submit --watch`: one job, live, until it ends. Ctrl-C detaches."""
+"""One job, live, until it ends: `millrace watch`, `submit --watch` and the demo. Ctrl-C detaches."""
 
 import contextlib
 import sys
@@ -6,18 +6,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from millrace.cli.names import JobName, job_id
 from millrace.client import Client
 from millrace.events import Event, EventKind
 from millrace.rest import ENDED, FleetView, JobState, JobView, LedgerView, StepMetrics
-from millrace.terminal.output import AsJson, Url, held_out, number, people, print_json, styled, table, warning_line
+from millrace.terminal.output import held_out, number, people, print_json, styled, table, warning_line
 
 POLL_S = 0.4
 SHOWN_EVENTS = 6
@@ -42,12 +40,6 @@ class Snapshot:
     """The last SHOWN_EVENTS events."""
     new_events: list[Event] = field(default_factory=list)
     """All events since the snapshot before."""
-
-
-def watch(job: JobName = "last", url: Url = None, as_json: AsJson = False) -> None:
-    """Show a job live until it ends. Ctrl-C only detaches: the job continues. Status 1 if it does not succeed."""
-    with Client(url) as client:
-        raise typer.Exit(follow(client, job_id(client, job), as_json))
 
 
 def follow(client: Client, job: str, as_json: bool = False) -> int:
