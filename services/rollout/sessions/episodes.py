@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from millrace.drops import Drop, DropReason
 from millrace.spec import JobSpec
-from millrace.spec.episodes.agent import Agent
+from millrace.spec.environment import Agent
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from services.rollout.engine import Engine, Sampling

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from millrace.errors import refused
-from millrace.spec.episodes.agent import Agent
+from millrace.spec.environment import Agent
 
 FIELD = "rollout.agent.command"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from millrace.errors import InvalidJob
-from millrace.spec.episodes.agent import Agent
+from millrace.spec.environment import Agent
 from millrace.spec.model import Reward
 from services.rollout.sessions.commands.endpoint import Endpoint
 from services.rollout.sessions.commands.program import FIELD, code_of
