@@ -6,7 +6,7 @@ from pathlib import Path
 
 from millrace.errors import Mistake, wrong_value
 from millrace.rewards.judges import template
-from millrace.spec.judges.judge import JudgeTerm
+from millrace.spec.judge import JudgeTerm
 
 LARGEST_TEMPLATE = 1 << 20
 """Bytes of a file with a template."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from millrace.data.model_folder import TOKENIZER_FILES, check_weights_folder, text_config, vocabulary
 from millrace.errors import refused
-from millrace.spec.pools.pool import Pool, PoolTask
+from millrace.spec.pool import Pool, PoolTask
 
 REWARD_MODELS = "ForSequenceClassification"
 """Ending of the names of architectures that give a text one number, or one for each label."""

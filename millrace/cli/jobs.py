@@ -13,7 +13,7 @@ from millrace.client import Client
 from millrace.events import Event
 from millrace.rest import JobState, JobView, MemberState, WaitingFor
 from millrace.sandbox.boundaries import Missing, listed
-from millrace.spec.pools.pool import ROLLOUT
+from millrace.spec.pool import ROLLOUT
 from millrace.terminal.output import (
     USAGE_HEADINGS,
     AsJson,

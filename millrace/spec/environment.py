@@ -1,16 +1,13 @@
 """What plays the episodes of a job: an environment of several turns, or an agent over HTTP."""
 
 from typing import Annotated, Any, Literal
+
 from pydantic import Field, model_validator
+
 from millrace.errors import wrong_value
 from millrace.validation import limits
 from millrace.validation.mistakes import InvalidValue
 from millrace.validation.model import StrictModel
-from typing import Any
-from pydantic import Field, model_validator
-from millrace.validation import limits
-from millrace.validation.model import StrictModel
-
 
 
 class McpServer(StrictModel):

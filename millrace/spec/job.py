@@ -4,7 +4,7 @@ from pydantic import Field
 
 from millrace.spec.algorithm import Algorithm
 from millrace.spec.model import Data, Evaluation, Model, Reward
-from millrace.spec.pools.pool import Pool, PoolTask
+from millrace.spec.pool import Pool, PoolTask
 from millrace.spec.publication import Publication
 from millrace.spec.rollout import Rollout
 from millrace.spec.schedule import Deadlines, Schedule, Tracking

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from millrace.rewards import PoolTerm, Scope, Term, choose
-from millrace.spec.judges.judge import Judge, JudgeTerm
+from millrace.spec.judge import Judge, JudgeTerm
 from millrace.spec.lora import Lora
 from millrace.validation import limits
 from millrace.validation.model import StrictModel

@@ -6,8 +6,7 @@ from pydantic import Field, field_validator
 
 from millrace.engines import ENGINES, FIELD
 from millrace.errors import wrong_value
-from millrace.spec.environment import Environment
-from millrace.spec.environment import Agent
+from millrace.spec.environment import Agent, Environment
 from millrace.validation import limits
 from millrace.validation.mistakes import InvalidValue, in_one_line
 from millrace.validation.model import StrictModel

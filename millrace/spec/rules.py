@@ -5,24 +5,18 @@ What needs the machine (does the folder exist, does the reward function import) 
 """
 
 from collections.abc import Iterator
+
 from millrace.backends import BACKENDS
 from millrace.engines import ENGINES
 from millrace.errors import Mistake, wrong_value
 from millrace.spec.algorithm import Algorithm
 from millrace.spec.job import JobSpec
+from millrace.spec.judge import Judge
 from millrace.spec.lora import Lora
+from millrace.spec.pool import ROLLOUT
 from millrace.spec.trainer import CriticRun, ReferenceRun
 from millrace.validation import limits
-from collections.abc import Iterator
-from millrace.errors import Mistake, wrong_value
-from millrace.spec.job import JobSpec
-from millrace.spec.pools.pool import ROLLOUT
 from millrace.validation.names import choose
-from collections.abc import Iterator
-from millrace.errors import Mistake, wrong_value
-from millrace.spec.job import JobSpec
-from millrace.spec.judges.judge import Judge
-
 
 
 def broken_rules(spec: JobSpec) -> list[Mistake]:

@@ -16,7 +16,7 @@ from millrace.engines import ENGINE_NAMES
 from millrace.errors import MillraceError
 from millrace.garbage import collect_rarely
 from millrace.ids import MemberId, new_member_id
-from millrace.spec.pools.pool import ROLLOUT
+from millrace.spec.pool import ROLLOUT
 from millrace.telemetry import logs
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsEndpoint, MetricsPortOption
 from millrace.telemetry.metrics.prometheus.every_service import grpc_observer

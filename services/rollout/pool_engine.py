@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.spec.pools.pool import Pool, PoolTask
+from millrace.spec.pool import Pool, PoolTask
 from millrace.wire.arrays import TokenScores
 from services.rollout.engine import Sample, Sampling
 

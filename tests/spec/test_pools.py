@@ -10,7 +10,7 @@ from millrace.admission import choices
 from millrace.admission.pools import check_pool
 from millrace.errors import InvalidJob
 from millrace.spec import parse
-from millrace.spec.pools.pool import Pool, PoolTask
+from millrace.spec.pool import Pool, PoolTask
 
 JOB = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["/train.jsonl"]}}
 QUALITY, TEACHER = {"name": "quality", "path": "/reward-model"}, {"name": "teacher", "path": "/teacher"}

@@ -12,7 +12,7 @@ from millrace.contracts.v1 import fleet_pb2
 from millrace.errors import InvalidState, NotFound, Unavailable
 from millrace.ids import Epoch, JobId, MemberId
 from millrace.rest import FleetView, MemberKind
-from millrace.spec.pools.pool import ROLLOUT
+from millrace.spec.pool import ROLLOUT
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.deadlines import DEADLINES_S
 from services.coordinator.fleet.patience import Patience

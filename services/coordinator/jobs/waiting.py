@@ -6,7 +6,7 @@ from dataclasses import replace
 from millrace import events
 from millrace.errors import NotFound
 from millrace.rest import JobSummary, JobView, WaitingFor, WaitingView
-from millrace.spec.pools.pool import ROLLOUT
+from millrace.spec.pool import ROLLOUT
 from services.coordinator.stages.run import Components
 from services.coordinator.state.bell import waited
 from services.coordinator.state.job import JobRecord

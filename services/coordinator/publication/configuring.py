@@ -9,7 +9,7 @@ from millrace import events
 from millrace.contracts.methods import RolloutRpc, ScoringRpc
 from millrace.contracts.v1 import rollout_pb2
 from millrace.errors import InvalidJob, MillraceError, Mistake
-from millrace.spec.pools.pool import ROLLOUT
+from millrace.spec.pool import ROLLOUT
 from millrace.telemetry.spans.context import TraceContext, within
 from millrace.wire.enums import missing_of
 from services.coordinator.fleet.fleet import Fleet

@@ -13,7 +13,7 @@ import structlog
 from millrace import events
 from millrace.errors import PublicationFailed
 from millrace.ids import MemberId, Version
-from millrace.spec.pools.pool import ROLLOUT
+from millrace.spec.pool import ROLLOUT
 from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span

@@ -12,7 +12,7 @@ from millrace.events import Payload
 from millrace.ids import Purpose
 from millrace.rest import JobState
 from millrace.spec.job import JobSpec
-from millrace.spec.pools.pool import ROLLOUT
+from millrace.spec.pool import ROLLOUT
 from millrace.telemetry.spans.context import TraceContext
 from millrace.trackers import Tracker
 from services.coordinator.fleet.fleet import Fleet

@@ -11,7 +11,7 @@ from millrace.errors import MillraceError
 from millrace.ids import JobId, MemberId, Version
 from millrace.rest import MemberKind, MemberState, MemberView
 from millrace.sandbox.boundaries import Boundary
-from millrace.spec.pools.pool import ROLLOUT
+from millrace.spec.pool import ROLLOUT
 from services.coordinator.state.usage import gpu_views, host_views, optional
 
 KINDS = {

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from millrace.rest import JobState, WaitingFor, WaitingView
-from millrace.spec.pools.pool import ROLLOUT
+from millrace.spec.pool import ROLLOUT
 from services.coordinator.state.job import ENDED, JobRecord
 from services.coordinator.state.member import Member
 

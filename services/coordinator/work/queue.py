@@ -17,7 +17,7 @@ from millrace.drops import Drop
 from millrace.errors import NotFound
 from millrace.ids import JobId, MemberId, Purpose
 from millrace.spec.job import JobSpec
-from millrace.spec.pools.pool import ROLLOUT
+from millrace.spec.pool import ROLLOUT
 from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Protocol
 
-from millrace.spec.judges.judge import Judge
+from millrace.spec.judge import Judge
 from millrace.wire.channel import token
 from services.rollout.pools.client import PoolClient
 from services.rollout.pools.members import PoolMembers

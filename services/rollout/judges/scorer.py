@@ -11,7 +11,7 @@ from millrace.data.row import PromptRow
 from millrace.errors import InvalidJob
 from millrace.rewards.judges import template
 from millrace.rewards.judges.reply import NoScore, scaled, scores_by_pattern, scores_in_json
-from millrace.spec.judges.judge import Judge, JudgeTerm
+from millrace.spec.judge import Judge, JudgeTerm
 from services.rollout.judges.client import JudgeClient, JudgeDown, JudgeRefused
 from services.rollout.judges.places import place_of
 from services.rollout.pools.client import PoolClient

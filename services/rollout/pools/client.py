@@ -10,7 +10,7 @@ from millrace.contracts.method import Request, Response, Unary
 from millrace.contracts.methods import ScoringRpc
 from millrace.errors import InvalidState, Unavailable
 from millrace.ids import JobId
-from millrace.spec.pools.pool import Pool
+from millrace.spec.pool import Pool
 from millrace.wire.channel import Peer
 from millrace.wire.deadlines import DEADLINES_S
 from services.rollout.pools.members import RETRY_S, PoolMembers

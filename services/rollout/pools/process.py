@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from millrace.errors import InvalidState
-from millrace.spec.pools.pool import LONGEST_NAME, NAME, ROLLOUT
+from millrace.spec.pool import LONGEST_NAME, NAME, ROLLOUT
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsEndpoint
 from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
 from millrace.wire.address import bind_address

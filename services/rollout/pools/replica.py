@@ -23,7 +23,7 @@ from millrace.errors import InvalidJob, InvalidRequest, InvalidState, NotFound, 
 from millrace.ids import JobId, MemberId
 from millrace.local.devices import device_name
 from millrace.spec import JobSpec, received
-from millrace.spec.pools.pool import PoolTask
+from millrace.spec.pool import PoolTask
 from millrace.telemetry.usage import UsageMonitor
 from millrace.validation import limits
 from millrace.wire.arrays import TokenScores

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from millrace.errors import InvalidJob, refused
-from millrace.spec.pools.pool import PoolTask
+from millrace.spec.pool import PoolTask
 from services.rollout.engine import compute_threads
 from services.rollout.pool_engine import PoolModel
 

@@ -9,7 +9,7 @@ from millrace.contracts.v1 import fleet_pb2
 from millrace.errors import InvalidJob, Unavailable
 from millrace.ids import JobId, MemberId, Version
 from millrace.rest import JobState, MemberKind, WaitingFor
-from millrace.spec.pools.pool import ROLLOUT
+from millrace.spec.pool import ROLLOUT
 from services.coordinator.state.job import ENDED, JobRecord
 from services.coordinator.state.member import Configured, Member, Unconfigured, Weights
 from services.coordinator.state.waiting import waits_for

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from millrace.spec.pools.pool import PoolTask
+from millrace.spec.pool import PoolTask
 from services.rollout.engine import Sample, Sampling, StopReason
 from services.rollout.engines import create_replying
 from tests.models import byte_tokenizer, save_judge_model

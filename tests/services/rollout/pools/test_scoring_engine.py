@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from millrace.errors import InvalidJob
-from millrace.spec.pools.pool import Pool, PoolTask
+from millrace.spec.pool import Pool, PoolTask
 from services.rollout.engines import create_scoring
 from services.rollout.engines.transformers.scoring import TransformersScoring
 from services.rollout.pool_engine import PoolModel, TokenSequence

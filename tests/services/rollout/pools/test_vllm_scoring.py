@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from millrace.errors import InvalidJob
-from millrace.spec.pools.pool import PoolTask
+from millrace.spec.pool import PoolTask
 from services.rollout.engines.vllm.pools import replies
 from services.rollout.engines.vllm.pools.scoring import VllmScoring, engine_arguments, token_scores
 from services.rollout.engines.vllm.worker import ScoringExtension

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from millrace.data.model_folder import context
 from millrace.errors import Unavailable, refused
-from millrace.spec.pools.pool import PoolTask
+from millrace.spec.pool import PoolTask
 from millrace.wire.arrays import TokenScores
 from services.rollout.engine import EngineDied
 from services.rollout.engines.vllm.pools.engine import VllmPoolEngine, pool_arguments

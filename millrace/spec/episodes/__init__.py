@@ -1,1 +1,0 @@
-"""Who plays the episodes of a job."""

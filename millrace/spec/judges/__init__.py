@@ -1,1 +1,0 @@
-"""Judges of a job, and the rules about them."""

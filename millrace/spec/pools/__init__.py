@@ -1,1 +1,0 @@
-"""Replicas that score with models of their own, and what a job uses them for."""
