@@ -28,7 +28,7 @@ from millrace.errors import MillraceError
 from millrace.memory.ledger import KEPT
 from millrace.spec import JobSpec, parse
 from services.trainer.backends import build
-from services.trainer.memory.garbage import forget_models
+from services.trainer.memory.exhausted import forget_models
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch

@@ -56,12 +56,6 @@ def test_the_architecture_page_names_every_folder_of_the_tree() -> None:
     assert {folder for folder in folders if not any(path.startswith(folder) for path in named)} == set()
 
 
-@pytest.mark.parametrize("top", ["millrace", "services"])
-def test_a_folder_holds_at_most_fifteen_files_of_its_own(top: str) -> None:
-    folders = {path.parent for path in (ROOT / top).rglob("*.py") if path.parent.name != "v1"}
-    assert {str(f.relative_to(ROOT)) for f in folders if len(list(f.glob("*.py"))) > 15} == set()
-
-
 @pytest.mark.parametrize("page", LINKED)
 def test_each_make_target_and_subcommand_that_a_page_names_exists(page: str) -> None:
     from millrace.cli import app

@@ -1,9 +1,10 @@
 """What is said where a rank's memory has run out: what held it, and which settings would help most."""
 
+import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,56 +16,8 @@ from millrace.memory.savings import savings
 from millrace.memory.shape import decoder_shape
 from millrace.memory.text import SHOWN, by_part, gib
 from millrace.spec import JobSpec
-from millrace.spec.trainer import Role
-from services.trainer.memory.garbage import free_unreachable
-from services.trainer.memory.measured import measured
 from services.trainer.protocol.backend import Backend, models
 from services.trainer.ranks import collectives
-
-if TYPE_CHECKING:
-    from services.trainer.memory.meter import MemoryMeter
-
-WORK = {
-    "fetch": "putting a batch on the device",
-    "old_log_prob": "computing log-probabilities",
-    "ref": "computing log-probabilities of the reference",
-    "values": "computing the critic's values",
-    "adv": "computing advantages",
-    "update_critic": "the critic's update",
-    "update_actor": "the policy's update",
-    "report": "gathering what the step reports",
-}
-"""What a part of a step does, in words."""
-ROLE: dict[str, Role] = {"ref": "reference", "values": "critic", "update_critic": "critic"}
-"""The role whose micro-batches a part of a step computes, where it is not the policy."""
-
-
-def failure(meter: "MemoryMeter", part: str, phase: Phase) -> OutOfMemory:
-    """The error for a rank that ran out of memory in a part of a step, whose prediction is that of `phase`. It is made
-    while the failed pass still holds its tensors."""
-    held = measured(meter.backend)
-    parts = [by_part(held)]
-    if meter.backend.device.type == "cuda":
-        allocated = torch.cuda.memory_allocated(meter.backend.device)
-        whole = torch.cuda.get_device_properties(meter.backend.device).total_memory
-        parts = [
-            f"activations and temporary tensors {gib(max(0.0, allocated - held.total))}, {parts[0]};"
-            f" {gib(allocated)} of {gib(whole)} were allocated"
-        ]
-    what = (
-        f"rank {meter.rank} ran out of memory in {WORK[part]}, step {meter.step}, {_sizes(meter, part)}."
-        f" It held: {parts[0]}."
-    )
-    tokens = meter.tokens or meter.token_budget
-    return OutOfMemory(what, _fix(meter.spec, meter.shape, meter.ranks, tokens, phase, in_step=True))
-
-
-def _sizes(meter: "MemoryMeter", part: str) -> str:
-    """How large the micro-batches of that part are, as far as it is known."""
-    if (role := ROLE.get(part)) is None:
-        return f"with micro-batches of up to {meter.tokens:,} tokens"
-    budget = meter.spec.trainer.lowered_to(meter.token_budget).of(role).token_budget
-    return f"with a token budget of {budget:,}"
 
 
 @contextmanager
@@ -114,10 +67,10 @@ def _said(who: str, work: str, phase: Phase, spec: JobSpec, ranks: int) -> tuple
         predicted = f" Predicted for it: {by_part(predict(spec, shape, ranks)[phase])}."
     except (InvalidJob, InvalidState):
         pass  # the config does not tell the model's sizes
-    return f"{who} in {work}.{predicted}", _fix(spec, shape, ranks, spec.trainer.token_budget, phase, in_step=False)
+    return f"{who} in {work}.{predicted}", fix_of(spec, shape, ranks, spec.trainer.token_budget, phase, in_step=False)
 
 
-def _fix(spec: JobSpec, shape: ModelShape | None, ranks: int, tokens: int, phase: Phase, *, in_step: bool) -> str:
+def fix_of(spec: JobSpec, shape: ModelShape | None, ranks: int, tokens: int, phase: Phase, *, in_step: bool) -> str:
     """The settings that would save most in that phase, and the one with which the job would repeat a step."""
     found = [] if shape is None else savings(spec, shape, ranks, tokens, phase)[:SHOWN]
     settings = [f"set {saving} (saves about {gib(saving.bytes)})" for saving in found]
@@ -131,3 +84,28 @@ def recover(backend: Backend) -> None:
     for model in models(backend).values():
         model.abandon_pass()
     free_unreachable(backend.device)
+
+
+PASSES = 4
+
+
+def free_unreachable(device: torch.device) -> None:
+    """Frees what only reference cycles hold, and gives it back to the device.
+
+    One pass of the collector does not see a cycle through an autograd node that has a second owner in C++ (torch's
+    `THPCppFunction` tells its hooks only where it is the only owner): such a model goes in the pass after the one that
+    frees the other owner.
+    """
+    for _ in range(PASSES):
+        if not gc.collect():
+            break
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def forget_models(device: torch.device) -> None:
+    """Frees the models of a job that has ended. The code that was compiled for their layers goes too: torch compiles a
+    layer's class for at most eight kinds of input and runs it uncompiled after that, over all jobs of a process."""
+    if "torch._dynamo" in sys.modules:  # nothing was compiled otherwise, and the import takes seconds
+        torch.compiler.reset()
+    free_unreachable(device)

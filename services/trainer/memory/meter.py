@@ -1,6 +1,6 @@
 """Measures what a rank's memory holds in each phase of a job, and says what held it where it runs out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,16 +8,18 @@ from typing import ParamSpec, TypeVar
 
 import psutil
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from millrace.errors import InvalidJob, InvalidState, OutOfMemory
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.memory.ledger import KEPT, Ledger, Part, Phase, Prediction
 from millrace.memory.prediction import predict
 from millrace.memory.shape import decoder_shape
-from millrace.memory.text import GIB
+from millrace.memory.text import GIB, by_part, gib
 from millrace.spec import JobSpec
+from millrace.spec.trainer import Role
 from services.trainer.memory import exhausted
-from services.trainer.memory.measured import measured
 from services.trainer.protocol.backend import Backend
 
 Arguments = ParamSpec("Arguments")
@@ -31,6 +33,20 @@ PASSES = {
     "update_actor": Phase.UPDATE,
 }
 """The phase of each timed part of a step that computes on the device."""
+
+WORK = {
+    "fetch": "putting a batch on the device",
+    "old_log_prob": "computing log-probabilities",
+    "ref": "computing log-probabilities of the reference",
+    "values": "computing the critic's values",
+    "adv": "computing advantages",
+    "update_critic": "the critic's update",
+    "update_actor": "the policy's update",
+    "report": "gathering what the step reports",
+}
+"""What a part of a step does, in words."""
+ROLE: dict[str, Role] = {"ref": "reference", "values": "critic", "update_critic": "critic"}
+"""The role whose micro-batches a part of a step computes, where it is not the policy."""
 
 
 @dataclass
@@ -87,19 +103,19 @@ class MemoryMeter:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Measures a part of a step, one of `exhausted.WORK`. Raises OutOfMemory where the device has no memory
+        """Measures a part of a step, one of WORK. Raises OutOfMemory where the device has no memory
         left."""
         phase = PASSES.get(part)
         if phase is not None:
             self._peak()
             self._before_pass = self._passing()
-        failure: OutOfMemory | None = None
+        failed: OutOfMemory | None = None
         try:
             yield
         except torch.OutOfMemoryError:
-            failure = exhausted.failure(self, part, phase or Phase.UPDATE)
-        if failure is not None:
-            raise failure
+            failed = failure(self, part, phase or Phase.UPDATE)
+        if failed is not None:
+            raise failed
         if phase is not None:
             self.measure(phase)
 
@@ -190,3 +206,65 @@ def _shape(spec: JobSpec) -> ModelShape | None:
         return decoder_shape(Path(spec.model.path))
     except InvalidJob:
         return None
+
+
+def failure(meter: MemoryMeter, part: str, phase: Phase) -> OutOfMemory:
+    """The error for a rank that ran out of memory in a part of a step, whose prediction is that of `phase`. It is made
+    while the failed pass still holds its tensors."""
+    held = measured(meter.backend)
+    parts = [by_part(held)]
+    if meter.backend.device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(meter.backend.device)
+        whole = torch.cuda.get_device_properties(meter.backend.device).total_memory
+        parts = [
+            f"activations and temporary tensors {gib(max(0.0, allocated - held.total))}, {parts[0]};"
+            f" {gib(allocated)} of {gib(whole)} were allocated"
+        ]
+    what = (
+        f"rank {meter.rank} ran out of memory in {WORK[part]}, step {meter.step}, {_sizes(meter, part)}."
+        f" It held: {parts[0]}."
+    )
+    tokens = meter.tokens or meter.token_budget
+    return OutOfMemory(what, exhausted.fix_of(meter.spec, meter.shape, meter.ranks, tokens, phase, in_step=True))
+
+
+def _sizes(meter: MemoryMeter, part: str) -> str:
+    """How large the micro-batches of that part are, as far as it is known."""
+    if (role := ROLE.get(part)) is None:
+        return f"with micro-batches of up to {meter.tokens:,} tokens"
+    budget = meter.spec.trainer.lowered_to(meter.token_budget).of(role).token_budget
+    return f"with a token budget of {budget:,}"
+
+
+HeldTensors = Mapping[Part, Sequence[Tensor]]
+"""Tensors by part. A tensor in two parts counts for the first one."""
+
+
+def measured(backend: Backend) -> Ledger:
+    """Bytes of what this rank keeps now for policy, reference and critic, on its device and in host memory."""
+    held: dict[Part, list[Tensor]] = {part: list(tensors) for part, tensors in backend.held().items()}
+    if backend.critic is not None:
+        held[Part.CRITIC] = [tensor for tensors in backend.critic.held().values() for tensor in tensors]
+    return of_tensors(held, backend.device)
+
+
+def of_tensors(held: HeldTensors, device: torch.device) -> Ledger:
+    """Bytes of the storages of these tensors. A storage counts once. Where the device is a CPU, host memory is its
+    memory."""
+    seen: set[tuple[str, int]] = set()
+    on_device, on_host = dict.fromkeys(held, 0.0), dict.fromkeys(held, 0.0)
+    for part, tensors in held.items():
+        for storage in _storages(tensors):
+            key = (storage.device.type, storage.data_ptr())
+            if not storage.nbytes() or key in seen:
+                continue
+            seen.add(key)
+            place = on_device if storage.device.type == device.type else on_host
+            place[part] += storage.nbytes()
+    return Ledger(on_device, {part: size for part, size in on_host.items() if size})
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterable[torch.UntypedStorage]:
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        yield local.detach().untyped_storage()

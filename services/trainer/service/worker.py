@@ -23,7 +23,7 @@ from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
 from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.memory import exhausted
-from services.trainer.memory.garbage import forget_models
+from services.trainer.memory.exhausted import forget_models
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend
 from services.trainer.publication.sender import Sender

@@ -21,7 +21,7 @@ from millrace.spec import JobSpec, parse
 from millrace.weights.plans.manifest import Content
 from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
-from services.trainer.memory.garbage import free_unreachable
+from services.trainer.memory.exhausted import free_unreachable
 from services.trainer.protocol.backend import Backend
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks.world import World
