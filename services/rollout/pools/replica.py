@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 import millrace
 from millrace import hub
+from millrace.contracts.v1 import fleet_pb2, rollout_pb2
 from millrace.data.model_folder import vocabulary
 from millrace.errors import InvalidJob, InvalidRequest, InvalidState, NotFound, refused, wrong_value
 from millrace.ids import JobId, MemberId
@@ -29,7 +30,6 @@ from millrace.validation import limits
 from millrace.wire.arrays import TokenScores
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.membership import Membership
-from millrace.wire.v1 import fleet_pb2, rollout_pb2
 from services.rollout.dialects.refusals import Refusals, Refused
 from services.rollout.engine import EngineDied
 from services.rollout.engines import create_replying, create_scoring, import_errors

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import grpc
 import numpy as np
 
+from millrace.contracts.v1 import rollout_pb2, scoring_pb2, scoring_pb2_grpc
 from millrace.errors import InvalidRequest
 from millrace.ids import JobId
 from millrace.wire.arrays import unpack_tokens
-from millrace.wire.v1 import rollout_pb2, scoring_pb2, scoring_pb2_grpc
 from services.rollout.pool_engine import TokenSequence
 from services.rollout.pools.replica import PoolReplica
 

@@ -8,8 +8,7 @@ from typing import Any, Self
 
 from millrace.errors import InvalidJob, wrong_value
 from millrace.spec import JobSpec
-from millrace.spec.environment import Environment
-from millrace.spec.episodes.agent import Agent
+from millrace.spec.environment import Agent, Environment
 from services.rollout.dialects.refusals import Refusals, Refused
 from services.rollout.engine import Engine, Sample, Sampling
 from services.rollout.episode.chat import Chat, Message

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
+from millrace.contracts.v1 import common_pb2
 from millrace.errors import BadRow, MillraceError, wrong_value
 from millrace.telemetry.spans.context import current, within
-from millrace.wire.v1 import common_pb2
 from services.rollout.dialects.refusals import Refusals, Refused
 from services.rollout.engine import Sample, Sampling, StopReason
 from services.rollout.episode.chat import Message

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.contracts.v1 import work_pb2
 from millrace.data.chat import Rendered, render
 from millrace.data.row import PromptRow
 from millrace.errors import BadRow, InvalidJob
 from millrace.ids import JobId, row_of
 from millrace.spec import JobSpec
 from millrace.wire.channel import Peer
-from millrace.wire.v1 import work_pb2
 from services.rollout.environments.environment import Environments
 from services.rollout.environments.opening import environments_of
 from services.rollout.episode.chat import Chat

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from millrace.wire.v1 import common_pb2
+from millrace.contracts.v1 import common_pb2
 from services.rollout.episode.episode import Episode
 from tests.services.rollout.environments.playing import account_of, call, environments, play
 

@@ -10,7 +10,7 @@ import pytest
 
 from millrace.drops import DropReason
 from millrace.errors import InvalidJob
-from millrace.spec.episodes.agent import Agent
+from millrace.spec.environment import Agent
 from services.rollout.episode.episode import Episode
 from services.rollout.sessions.commands.program import check_command, code_of
 from services.rollout.work.groups import EpisodeFailed
