@@ -164,6 +164,11 @@ def draw_weights() -> None:
     from services.trainer.backends.megatron import backend as megatron
 
     megatron.read = random_weights
+    draw_fsdp2_weights()
+
+
+def draw_fsdp2_weights() -> None:
+    """The fsdp2 backend draws weights instead of reading them."""
     ModelFolder.fill = lambda self, module, mesh, buffers: _filled(module)  # type: ignore[method-assign]
 
 

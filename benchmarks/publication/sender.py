@@ -3,6 +3,7 @@
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -125,6 +126,11 @@ def serve(pipe: Connection, shape: str, trainer: str, rank: int, device: str, ad
     if adapter:
         published = Manifest.from_proto(weights_pb2.Manifest.FromString(adapter))
         served[ADAPTER] = Rank(published, TrainerLayout(layout.shape, f"fsdp={layout.ranks}"), rank, on)
+    answer(pipe, served)
+
+
+def answer(pipe: Connection, served: Mapping[str, Any]) -> None:
+    """Answers the calls of a `RemoteRank` with the methods of `served`, until the pipe ends."""
     with torch.no_grad():
         while True:
             try:

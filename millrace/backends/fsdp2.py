@@ -41,7 +41,7 @@ class Fsdp2Options(StrictModel):
     offload_parameters: bool = False
     """Keep weights, gradients and optimizer in host memory, of every model unless `trainer.reference` or
     `trainer.critic` says otherwise. Each layer's weights are copied to the GPU when they are needed; the optimizer runs
-    on the CPU."""
+    on the CPU. A publication packs the weights on the GPU, round by round, straight from host memory."""
     offload_optimizer: bool = False
     """Keep the optimizer's moments in host memory between updates. An update copies a part of them at a time to the GPU
     and back. Without effect with `offload_parameters`, which keeps them there anyway."""

@@ -18,13 +18,20 @@ class Memory:
     manifest: Manifest
     layout: Layout
     buffers: Sequence[torch.Tensor]
-    """Tensors that `layout` indexes; its offsets count from a tensor's first element."""
+    """Tensors that `layout` indexes; its offsets count from a tensor's first element. A sender's may be in host memory:
+    they are copied into messages on `message_device` round by round. Pinned memory is read by the kernels of the device
+    itself."""
     computed: Mapping[int, Callable[[], torch.Tensor]] = field(default_factory=dict)
     """Buffers of which other values are sent than they hold, by index. Each function returns them in new memory,
     with the buffer's shape and strides. It is called when pieces of the buffer are packed, once a round."""
+    message_device: torch.device | None = None
+    """Device of the messages; None: that of the buffers."""
 
     @property
     def device(self) -> torch.device:
+        """Device of the messages and of the channel that carries them."""
+        if self.message_device is not None:
+            return self.message_device
         return self.buffers[0].device if self.buffers else torch.device("cpu")
 
 

@@ -61,12 +61,13 @@ def _module() -> Any:
 
 class CudaRoundOperations:
     """`RoundOperations` on a GPU. Pieces that the kernels do not support (other conversions, more than four dimensions,
-    values that are computed) go through torch."""
+    values that are computed, host memory that is not pinned) go through torch. Pinned host memory has the same address
+    on the device: the kernels read it over the bus, and convert on the way."""
 
     def __init__(
         self, pieces: Sequence[PieceInMessage], messages: Mapping[int, torch.Tensor], device: torch.device
     ) -> None:
-        rows = [described(piece) for piece in pieces]
+        rows = [described(piece) if _addressable(piece.in_memory) else None for piece in pieces]
         self._unsupported = [piece for piece, row in zip(pieces, rows, strict=True) if row is None]
         self._kept = (pieces, messages)  # the kernels know their memory by address only
         supported_rows = np.array([row for row in rows if row is not None], np.int64).reshape(-1, FIELDS)
@@ -144,6 +145,11 @@ class CudaRoundOperations:
         packed = tuple(np.uint64(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments)
         with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
             _module().get_function(name)(grid, (THREADS,), packed)
+
+
+def _addressable(tensor: torch.Tensor) -> bool:
+    """Whether a kernel can use the tensor's address."""
+    return tensor.is_cuda or tensor.is_pinned()
 
 
 def described(piece: PieceInMessage) -> list[int] | None:

@@ -36,10 +36,12 @@ class LayerAdapter:
     magnitude_o: Tensor | None
 
     def merged(self, weight_oi: Tensor, lora_a_ri: Tensor, scale: float) -> Tensor:
-        """This rank's rows of the layer's weight with the adapter added, float32 [rows, in]. `lora_a_ri` is the whole
-        matrix A; of B and the magnitudes a rank has the rows that it has of the weight."""
-        magnitude_o = None if self.magnitude_o is None else local(self.magnitude_o)
-        return merged(local(weight_oi), lora_a_ri, local(self.lora_b_or), scale, magnitude_o)
+        """This rank's rows of the layer's weight with the adapter added, float32 [rows, in], computed on the device of
+        `lora_a_ri`, the whole matrix A. Of B and the magnitudes a rank has the rows that it has of the weight."""
+        there = lora_a_ri.device
+        magnitude_o = None if self.magnitude_o is None else local(self.magnitude_o).to(there)
+        weight_oi, lora_b_or = (local(each).to(there, non_blocking=True) for each in (weight_oi, self.lora_b_or))
+        return merged(weight_oi, lora_a_ri, lora_b_or, scale, magnitude_o)
 
 
 def gathered(tensor: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class Fsdp2Backend(ShardedModel):
             offload=options.offload_parameters,
             compile=_compiles(options, device),
         )
-        self._attention, self._offloaded = sharding.attention, sharding.offload
+        self._attention = sharding.attention
         self._rank = mesh.get_rank()
         self.adapter: ModuleAdapter | None = None
         self._merging: shards.MergedLayers | None = None
@@ -133,8 +133,8 @@ class Fsdp2Backend(ShardedModel):
         model = lora.policy(spec.model, config, described, sharding, spec.trainer.seed)
         self._dropout = chosen.dropout > 0
         settings = settings_of(described)
-        parted = parts(model, settings, self.device, self._rank, readable=self._readable)
-        self._merging = shards.MergedLayers(settings.scale)
+        parted = parts(model, settings, self.device, self._rank)
+        self._merging = shards.MergedLayers(settings.scale, self.device)
         self.adapter = ModuleAdapter(model, settings, described, self._rank, parted)
         return model
 
@@ -244,18 +244,11 @@ class Fsdp2Backend(ShardedModel):
     def rest(self) -> None: ...
 
     def shards(self, dtype: str) -> Memory | None:
-        if not self._readable:
-            return None
         if dtype not in self._shards:
-            self._shards[dtype] = shards.shards(self._model, dtype, merging=self._merging)
+            self._shards[dtype] = shards.shards(self._model, dtype, self.device, merging=self._merging)
         if self._merging is not None:
             self._merging.refresh()
         return self._shards[dtype]
-
-    @property
-    def _readable(self) -> bool:
-        """Whether publications can send from the parameters' memory: a GPU's channel sends from its own only."""
-        return not (self._offloaded and self.device.type == "cuda")
 
     def abandon_pass(self) -> None:
         if self._reference is not None:

@@ -13,25 +13,23 @@ from services.trainer.protocol.adapter import LORA_B, AdapterSettings, is_adapte
 from services.trainer.protocol.published import Published
 
 
-def parts(
-    module: nn.Module, settings: AdapterSettings, device: torch.device, rank: int, *, readable: bool
-) -> Mapping[Content, Published]:
-    """See `Adapter.parts`. `readable`: whether a channel of `device` can send from the memory of the parameters. DoRA
-    can only be merged."""
+def parts(module: nn.Module, settings: AdapterSettings, device: torch.device, rank: int) -> Mapping[Content, Published]:
+    """See `Adapter.parts`. DoRA can only be merged."""
     if settings.dora:
         return {}
-    base = BasePart(module, device, rank, readable=readable)
-    return {Content.BASE: base, Content.ADAPTER: AdapterPart(module, settings.scale, device, rank)}
+    return {
+        Content.BASE: BasePart(module, device, rank),
+        Content.ADAPTER: AdapterPart(module, settings.scale, device, rank),
+    }
 
 
 class BasePart:
     """The model's own tensors, which do not change. See `Published`."""
 
-    def __init__(self, module: nn.Module, device: torch.device, rank: int, *, readable: bool) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, rank: int) -> None:
         self._module = module
         self._device = device
         self._rank = rank
-        self._readable = readable
 
     def manifest(self, dtype: str) -> Manifest:
         return export.manifest(self._module, dtype, Content.BASE)
@@ -41,7 +39,7 @@ class BasePart:
             yield info, None if tensor is None else tensor.to(self._device)
 
     def shards(self, dtype: str) -> Memory | None:
-        return shards.shards(self._module, dtype, Content.BASE) if self._readable else None
+        return shards.shards(self._module, dtype, self._device, Content.BASE)
 
 
 class AdapterPart:

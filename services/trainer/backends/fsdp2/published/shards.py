@@ -20,15 +20,17 @@ class MergedLayers:
     """The layers with an adapter, of which merged weights are published. A rank merges the rows that it has, and needs
     the whole of each matrix A for that."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, device: torch.device) -> None:
+        """`device`: where the merged weights are computed."""
         self._scale = scale
+        self._device = device
         self._layers: dict[int, tuple[LayerAdapter, Tensor]] = {}
         """The adapter of a layer and the memory for its whole A, by the id of A's parameter."""
 
     def weight(self, weight_oi: Tensor, layer: LayerAdapter) -> Callable[[], Tensor]:
         """Computes this rank's rows of the layer's weight with its adapter, float32."""
-        device, key = local(weight_oi).device, id(layer.lora_a_ri)
-        _, lora_a_ri = self._layers.setdefault(key, (layer, torch.empty(layer.lora_a_ri.shape, device=device)))
+        key, whole = id(layer.lora_a_ri), torch.empty(layer.lora_a_ri.shape, device=self._device)
+        _, lora_a_ri = self._layers.setdefault(key, (layer, whole))
         return lambda: layer.merged(weight_oi.detach(), lora_a_ri, self._scale).detach()
 
     @torch.no_grad()
@@ -39,11 +41,15 @@ class MergedLayers:
 
 
 def shards(
-    module: nn.Module, dtype: str, content: Content = Content.MODEL, merging: MergedLayers | None = None
+    module: nn.Module,
+    dtype: str,
+    device: torch.device,
+    content: Content = Content.MODEL,
+    merging: MergedLayers | None = None,
 ) -> Memory | None:
-    """Views of the shards of the model's own tensors, without a copy; with `merging`, the weights that have an adapter
-    are computed when they are sent. None where a tensor of the model folder is not made of boxes of the model's
-    parameters."""
+    """Views of the shards of the model's own tensors, without a copy, to be sent from `device`: shards in host memory
+    stay there, and only messages are on the device. With `merging`, the weights that have an adapter are computed when
+    they are sent. None where a tensor of the model folder is not made of boxes of the model's parameters."""
     published = manifest(module, dtype, content)
     number = {tensor.name: i for i, tensor in enumerate(published.tensors)}
     places: list[Place] = []
@@ -58,7 +64,7 @@ def shards(
         if layer is not None and merging is not None:
             computed[len(buffers)] = merging.weight(tensor, layer)
         buffers.append(local(tensor).detach())
-    return Memory(published, Layout.of(places, published), buffers, computed)
+    return Memory(published, Layout.of(places, published), buffers, computed, message_device=device)
 
 
 def copied_shards(published: Manifest, tensors: Sequence[Tensor], device: torch.device) -> Memory:

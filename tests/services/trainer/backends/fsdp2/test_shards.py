@@ -10,8 +10,9 @@ from millrace.spec.lora import Lora
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Content
-from millrace.weights.plans.memory import Memory, pack, pieces_in_message, unpack
+from millrace.weights.plans.memory import Memory, pieces_in_message, unpack
 from millrace.weights.plans.sharded import plan
+from millrace.weights.transfer.round_operations import round_operations
 from services.trainer.backends import build
 from services.trainer.protocol.backend import published
 from services.trainer.protocol.published import Published
@@ -41,9 +42,10 @@ def check_published(source: Published, dtype: str) -> None:
     mine = made.packed_by(dist.get_rank())
     messages = b""
     for content in mine:
-        message = torch.zeros(int(made.sizes[content]), dtype=torch.uint8)
-        pack(list(pieces_in_message(made, int(content), message, memory, every=False)))
-        messages += message.numpy().tobytes()
+        message = torch.zeros(int(made.sizes[content]), dtype=torch.uint8, device=memory.device)
+        pieces = pieces_in_message(made, int(content), message, memory, every=False)
+        round_operations(pieces, {int(content): message}, memory.device).pack()
+        messages += message.cpu().numpy().tobytes()
     for rank, data in enumerate(collectives.gather_bytes(messages)):
         at = 0
         for content in made.packed_by(rank):
@@ -54,7 +56,7 @@ def check_published(source: Published, dtype: str) -> None:
     if dist.get_rank() == 0:
         by_name = {info.name: tensor for info, tensor in exported.items()}
         for info, tensor in zip(manifest.tensors, landed, strict=True):
-            assert torch.equal(tensor, by_name[info.name]), info.name
+            assert torch.equal(tensor, by_name[info.name].cpu()), info.name
 
 
 def check_adapter(folder: Path, targets: list[str] | None = None) -> None:
@@ -110,6 +112,23 @@ def test_one_rank(one_rank: torch.device, folders: list[Path]) -> None:
     check_adapter(folders[0])
     check_adapter(folders[1], ["q_proj", "o_proj"])
     check_merged(folders[0], rank=3)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 3, "merge": False}], ids=["whole", "base"])
+def test_shards_in_host_memory_are_sent_from_the_device(
+    one_rank: torch.device, folders: list[Path], lora: dict[str, object] | None
+) -> None:
+    """Only the device's name is used here; `tests/gpu/test_offloaded_publication.py` packs them there."""
+    on = torch.device("cuda", 0)
+    asked = {"model": str(folders[0]), "backend": "fsdp2", "options": {"offload_parameters": True}, "lora": lora}
+    model = build(job_spec({name: value for name, value in asked.items() if value is not None}), one_rank)
+    model.device = on
+    for part in (model, *(model.adapter.parts.values() if model.adapter is not None else ())):
+        if hasattr(part, "_device"):
+            part._device = on
+    memory = published(model, Content.MODEL if lora is None else Content.BASE).shards("bfloat16")
+    assert memory is not None and memory.device == on
+    assert {buffer.device.type for buffer in memory.buffers} == {"cpu"}
 
 
 @pytest.mark.slow
