@@ -29,6 +29,7 @@ class EventKind(StrEnum):
     JOB_STATE = "job.state"
     JOB_WAITING = "job.waiting"
     JOB_REWOUND = "job.rewound"
+    DATA_OPENED = "data.opened"
     TRAINER_CONFIGURING = "trainer.configuring"
     TRAINER_CONFIGURED = "trainer.configured"
     TRAINER_LOST = "trainer.lost"
@@ -80,6 +81,15 @@ class JobRewound(EventData):
     version: int = Field(description="Weight version that the job goes back to.")
     lost: int = Field(description="Weight version that the job had reached.")
     prompts: int = Field(description="How many prompts are issued again.")
+
+
+class DataOpened(EventData):
+    """The data files of a section of the job spec were opened, before the first prompt was issued."""
+
+    kind: Literal[EventKind.DATA_OPENED] = EventKind.DATA_OPENED
+    section: Literal["data", "evaluation"]
+    rows: int
+    description: list[str] = Field(description="What is taken for what, for each kind of file.")
 
 
 class TrainerConfiguring(EventData):
@@ -339,6 +349,7 @@ Payload = (
     JobMoved
     | JobWaiting
     | JobRewound
+    | DataOpened
     | TrainerConfiguring
     | TrainerConfigured
     | TrainerLost

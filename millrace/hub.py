@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from glob import has_magic, iglob
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote, unquote
 
@@ -31,6 +33,8 @@ PROGRESS_S = 10.0
 SMALL = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
 WEIGHTS = ("*.safetensors",)
 """Patterns of the files of a model that are downloaded: without and with its weights. Files in folders are others'."""
+MOST_FILES = 10_000
+"""Files that one pattern may stand for: their names are stored with the job."""
 NAME = re.compile(
     r"(?P<repository>[A-Za-z0-9_-][\w.-]*/[A-Za-z0-9_-][\w.-]*)(?:@(?P<revision>[^/@]+))?(?:/(?P<file>.+))?"
 )
@@ -86,12 +90,17 @@ class HubName:
 
 
 def pinned(spec: JobSpec) -> JobSpec:
-    """The spec with the commit in every name, as of now. Raises InvalidJob with every name that cannot be used, and
-    Unavailable where the hub does not answer."""
+    """The spec with the commit in every name, and with the files that match in the place of every pattern, as of now.
+    Raises InvalidJob with every name that cannot be used, and Unavailable where the hub does not answer."""
     mistakes: list[Mistake] = []
 
-    def pin(name: HubName | None, field: str, text: str) -> str:
-        return text if name is None else str(_pinned(name, field))
+    def pin(name: HubName | None, field: str, text: str) -> list[str]:
+        if name is None:
+            return matching(text, field) if field.endswith("files") else [text]
+        pinned_name = _pinned(name, field)
+        if name.file is None or not has_magic(name.file):
+            return [str(pinned_name)]
+        return _checked_matches(text, [str(each) for each in _matching(pinned_name, field)], field)
 
     changed = _changed(spec, _collecting(pin, mistakes))
     if mistakes:
@@ -108,11 +117,12 @@ def local(spec: JobSpec, *, weights: bool = False, data: bool = False, pool: str
     """
     mistakes: list[Mistake] = []
 
-    def load(name: HubName | None, field: str, text: str) -> str:
+    def load(name: HubName | None, field: str, text: str) -> list[str]:
         if name is None or (name.file is not None and not data):
-            return text
+            return [text]
         elsewhere = field == "model.path" and spec.model.weights is not None
-        return _downloaded(name, field, field in own or (weights and not elsewhere and not field.startswith("pools.")))
+        whole = field in own or (weights and not elsewhere and not field.startswith("pools."))
+        return [_downloaded(name, field, whole)]
 
     own = [f"pools.{number}.path" for number, each in enumerate(spec.pools) if each.name == pool]
 
@@ -133,29 +143,34 @@ def file_here(text: str, field: str) -> str:
     return text
 
 
-Change = Callable[[HubName | None, str, str], str]
+Change = Callable[[HubName | None, str, str], list[str]]
+"""What a name in a field becomes: one name, or several files."""
 
 
-def _collecting(change: Change, mistakes: list[Mistake]) -> Callable[[str, str], str]:
+def _collecting(change: Change, mistakes: list[Mistake]) -> Callable[[str, str], list[str]]:
     """`change` for the text of a field. Where it raises InvalidJob, the mistakes are kept and the text stays."""
 
-    def changed(field: str, text: str) -> str:
+    def changed(field: str, text: str) -> list[str]:
         try:
             name = HubName.of_file(text, field) if field.endswith("files") else HubName.of_model(text, field)
             return change(name, field, text)
         except InvalidJob as error:
             mistakes.extend(error.mistakes)
-            return text
+            return [text]
 
     return changed
 
 
-def _changed(spec: JobSpec, change: Callable[[str, str], str]) -> JobSpec:
-    """The spec with `change` of every field that may have a name. It is the same object where nothing changes."""
+def _changed(spec: JobSpec, change_all: Callable[[str, str], list[str]]) -> JobSpec:
+    """The spec with the change of every field that may have a name. It is the same object where nothing changes."""
+
+    def change(field: str, text: str) -> str:
+        return change_all(field, text)[0]
+
     parts: dict[str, Any] = {"model": spec.model.model_copy(update={"path": change("model.path", spec.model.path)})}
     for part in ("data", "evaluation"):
         if (source := getattr(spec, part)) is not None:
-            files = [change(f"{part}.files", file) for file in source.files]
+            files = [found for file in source.files for found in change_all(f"{part}.files", file)]
             parts[part] = source.model_copy(update={"files": files})
     critic = spec.algorithm.critic
     if critic is not None and critic.path is not None:
@@ -192,6 +207,50 @@ def _pinned(name: HubName, field: str) -> HubName:
         reason = f"the model has no weights in {' or '.join(WEIGHTS)}"
         raise refused(field, str(name), reason, "name a model whose weights are safetensors.")
     return replace(name, revision=info.sha)
+
+
+def matching(path: str, field: str) -> list[str]:
+    """The files that a path stands for: itself, or those that match it, in the order of their names, if it is an
+    absolute pattern. Raises InvalidJob where none does, or too many."""
+    if not has_magic(path) or not Path(path).is_absolute() or Path(path).exists():
+        return [path]
+    found = sorted(found for found in iglob(path, recursive=True) if Path(found).is_file())
+    return _checked_matches(path, found, field)
+
+
+def _checked_matches(pattern: str, found: list[str], field: str) -> list[str]:
+    """`found`, if a job may have so many files. Raises InvalidJob."""
+    if not found:
+        raise refused(field, pattern, "no file matches this pattern", "correct it, or name the files.")
+    if len(found) > MOST_FILES:
+        reason = f"{len(found)} files match this pattern, and a job may have {MOST_FILES}"
+        raise refused(field, pattern, reason, "join the files, or name fewer of them.")
+    return found
+
+
+def _matching(name: HubName, field: str) -> list[HubName]:
+    """The files that match the pattern of a name with its commit, in the order of their names. Raises InvalidJob,
+    Unavailable. Where HF_HUB_OFFLINE is set only the cache is looked at."""
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    pattern = name.file or ""
+    try:
+        if constants.HF_HUB_OFFLINE:
+            folder = Path(
+                snapshot_download(
+                    name.repository,
+                    repo_type=name.kind,
+                    revision=name.revision,
+                    allow_patterns=[pattern],
+                    local_files_only=True,
+                )
+            )
+            files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+        else:
+            files = HfApi().list_repo_files(name.repository, repo_type=name.kind, revision=name.revision)
+    except _failures() as error:
+        raise _told(error, name, field) from error
+    return [replace(name, file=file) for file in sorted(files) if fnmatch(file, pattern)]
 
 
 def _cached_commit(name: HubName) -> str:

@@ -34,7 +34,7 @@ def rows(path: str) -> Iterator[PromptRow]:
 
 def _text(row: PromptRow) -> str:
     prompt = row.prompt
-    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt).strip()
+    return prompt if isinstance(prompt, str) else "\n".join(message["content"] or "" for message in prompt).strip()
 
 
 def _truth(row: PromptRow) -> str:

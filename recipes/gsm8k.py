@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from millrace.data import PromptRow
+from millrace.data.columns.messages import Message
 from millrace.data.jsonl import JsonlRows
 from millrace.data.prompt_files import PARQUET
-from millrace.data.row import Message
 from millrace.errors import BadRow, refused
 
 TRAIN = "hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet"

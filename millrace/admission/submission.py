@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from millrace import engines, hub
 from millrace.admission import choices, engine_options
@@ -17,14 +17,14 @@ from millrace.admission.judges import mistakes_of as mistakes_of_judge
 from millrace.admission.pools import check_pool
 from millrace.backends import BACKENDS, FIELD
 from millrace.checkpoints.source import check_checkpoint
-from millrace.data import open_source
+from millrace.data import PromptSource, open_section
 from millrace.data.model_folder import check_model_folder, check_weights_folder, context, vocabulary
 from millrace.descriptors import imported
 from millrace.environments.registry import check as check_environment
 from millrace.errors import InvalidJob, Mistake, Unavailable, refused, wrong_value
 from millrace.lora.asked import with_folder
 from millrace.lora.folder import FIELD as ADAPTER_FIELD
-from millrace.rewards import Term
+from millrace.rewards import NEED_TRUTHS, Term
 from millrace.rewards import check as check_reward
 from millrace.rewards.locate import Target
 from millrace.spec import JobSpec, parse
@@ -118,19 +118,18 @@ def _data(spec: JobSpec, named_spec: JobSpec) -> Iterator[Mistake]:
     """The data, the rewards that its rows ask for, and the model with the chat template that its prompts need. In
     `named_spec` they may have names on the hub, of which the weights are not here."""
     mistakes: list[Mistake] = []
-    data, evaluation = spec.data, spec.evaluation
-    named = [("data", data.files, data.procedural, data.procedural_options)]
-    if evaluation is not None:
-        named.append(("evaluation", evaluation.files, evaluation.procedural, evaluation.procedural_options))
     messages, terms = False, dict[tuple[str, str], Term]()
-    for field, files, procedural, options in named:
+    sections: tuple[Literal["data", "evaluation"], ...] = ("data", "evaluation")
+    for section in sections:
         try:
-            first = open_source(files, procedural, options, field=field)[0]
+            if (source := open_section(spec, section)) is None:
+                continue
+            first, procedural = source[0], getattr(spec, section).procedural is not None
             messages = messages or isinstance(first.prompt, list)
-            chosen = spec.reward.terms(
-                procedural=procedural is not None, style=first.reward_style, data_source=first.data_source
-            )
+            chosen = spec.reward.terms(procedural=procedural, style=first.reward_style, data_source=first.data_source)
             terms |= {(term.field, term.function): term for term in chosen}
+            if first.ground_truth is None and (needing := [t for t in chosen if t.function in NEED_TRUTHS]):
+                mistakes.append(_no_truth(spec, section, needing[0], source))
         except InvalidJob as error:
             mistakes += error.mistakes
     yield from dict.fromkeys(mistakes)
@@ -141,6 +140,14 @@ def _data(spec: JobSpec, named_spec: JobSpec) -> Iterator[Mistake]:
         yield from _attempt(_checkpoint, spec.model)
     for _, term in sorted(terms.items()):
         yield from _attempt(check_reward, term.function, term.options, term.scope, term.field)
+
+
+def _no_truth(spec: JobSpec, section: str, term: Term, source: PromptSource) -> Mistake:
+    """A built-in reward has nothing to compare answers with."""
+    reason = f"the reward {term.function} compares answers with a ground truth, and the first row has none"
+    fix = f"name its column in {section}.columns ({{ground_truth: COLUMN}}), or another reward in reward.function."
+    taken = "; ".join(source.description)
+    return wrong_value(f"{section}.files", getattr(spec, section).files, f"{reason} ({taken})", fix)
 
 
 def _checkpoint(model: Model) -> None:

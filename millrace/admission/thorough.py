@@ -5,10 +5,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from millrace.admission.trials import SHOWN, RewardTrial, ask_judges, model_mistakes
-from millrace.data import PromptRow, PromptSource, open_source
+from millrace.data import PromptRow, PromptSource, open_section
 from millrace.data.chat import render
 from millrace.data.row import json_texts
 from millrace.errors import BadRow, InvalidJob, Mistake, wrong_value
@@ -60,6 +60,7 @@ def look(spec: JobSpec, progress: Progress, *, judges: bool = False) -> list[str
         if section.unusable > SHOWN:
             reason = f"{section.unusable - SHOWN} more rows cannot be used"
             mistakes.append(Mistake(section.field, reason, "correct them too, or leave them out."))
+        notes += [f"{section.name}: {line}" for line in section.source.description]
         usable = section.rows - section.unusable
         notes.append(f"{section.name}: {usable} of {section.rows} rows can be used")
     if not mistakes:
@@ -84,10 +85,10 @@ def _output(spec: JobSpec) -> Iterator[Mistake]:
 
 
 def _sections(spec: JobSpec) -> Iterator[Section]:
-    for name, part in (("data", spec.data), ("evaluation", spec.evaluation)):
-        if part is not None:
-            source = open_source(part.files, part.procedural, part.procedural_options, field=name)
-            yield Section(name, source, part.procedural is not None)
+    names: tuple[Literal["data", "evaluation"], ...] = ("data", "evaluation")
+    for name in names:
+        if (source := open_section(spec, name)) is not None:
+            yield Section(name, source, getattr(spec, name).procedural is not None)
 
 
 def _read(spec: JobSpec, section: Section, progress: Progress) -> Section:

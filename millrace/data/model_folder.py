@@ -65,7 +65,7 @@ def check_model_folder(path: str | Path, *, messages: bool = True, weights: bool
             FIELD,
             str(path),
             "the prompts are messages and the model has no chat template",
-            "put a chat_template.jinja into the folder, or make the data's `prompt` plain text.",
+            "put a chat_template.jinja into the folder, or set data.prompt_format to text.",
         )
     return ModelFolder(folder, architectures[0], has_chat_template)
 

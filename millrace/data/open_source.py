@@ -2,11 +2,25 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from millrace.data.columns.layout import Reading
 from millrace.data.prompt_files import open_files
 from millrace.data.prompt_source import PromptSource
 from millrace.errors import refused
+
+if TYPE_CHECKING:
+    from millrace.spec import JobSpec
+
+
+def open_section(spec: "JobSpec", section: Literal["data", "evaluation"]) -> PromptSource | None:
+    """Opens what a section of a job spec names; None for an evaluation that the job does not have. Raises
+    InvalidJob."""
+    part, columns = spec.data if section == "data" else spec.evaluation, spec.data.columns
+    if part is None:
+        return None
+    reading = Reading(columns if part.columns is None else part.columns, spec.data.prompt_format)
+    return open_source(part.files, part.procedural, part.procedural_options, reading=reading, field=section)
 
 
 def open_source(
@@ -14,12 +28,14 @@ def open_source(
     procedural: str | None = None,
     procedural_options: Mapping[str, Any] | None = None,
     *,
+    reading: Reading | None = None,
     field: str = "data",
 ) -> PromptSource:
     """Opens `files`, or `reasoning_gym:<task>` with its options (`size`, `seed` and those of the task).
 
-    `field` is the section of the job spec that errors name. Raises InvalidJob for files that are missing, empty or
-    without verl's columns, and for a task or options that do not exist.
+    `reading` says which column of files is what. `field` is the section of the job spec that errors name. Raises
+    InvalidJob for files that are missing, empty or without the columns of a prompt, and for a task or options that do
+    not exist.
     """
     if bool(files) == bool(procedural):
         reason = "both files and a procedural source are given" if files else "neither files nor a source is given"
@@ -28,4 +44,4 @@ def open_source(
         from millrace.data.procedural import ReasoningGym
 
         return ReasoningGym(procedural, procedural_options or {}, field)
-    return open_files([str(file) for file in files], f"{field}.files")
+    return open_files([str(file) for file in files], f"{field}.files", reading or Reading())

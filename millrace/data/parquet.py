@@ -3,15 +3,15 @@
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from millrace.data.row import COLUMNS, REQUIRED
-from millrace.errors import BadRow, refused
+from millrace.data.columns.layout import VERL_TRUTH, Layout
+from millrace.errors import BadRow, InvalidJob, Mistake, refused, wrong_value
 
 CACHE_BYTES = 256 << 20
 ROWS_AT_ONCE = 1024
@@ -44,19 +44,32 @@ class ParquetRows:
     """The rows of one Parquet file. See `RowFile`."""
 
     def __init__(self, path: str, field: str, cache: RowGroupCache) -> None:
-        self._path = path
+        self._path, self._field = path, field
         try:
             self._file = pq.ParquetFile(path, memory_map=True)
         except (pa.ArrowException, OSError) as error:
             raise refused(field, path, f"is not a Parquet file: {error}", "write the file again.") from error
-        _check_schema(self._file.schema_arrow, path, field)
         metadata = self._file.metadata
         self._ends = list(accumulate(metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)))
-        self._columns = [name for name in COLUMNS if name in self._file.schema_arrow.names]
+        self._columns = list(self._file.schema_arrow.names)
         self._cache = cache
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """See `RowFile.columns`."""
+        return list(self._file.schema_arrow.names)
+
+    def fitted(self, layout: Layout) -> Layout:
+        """See `RowFile.fitted`. Only the columns of the layout are read."""
+        schema = self._file.schema_arrow
+        if mistakes := list(_mistakes(schema, layout, self._path, self._field)):
+            raise InvalidJob.of(mistakes)
+        layout = layout.without([name for name in layout.others if _has_bytes(schema.field(name).type)])
+        self._columns = [name for name in schema.names if name in layout.read_columns]
+        return layout
 
     def raw(self, row: int) -> Any:
         """See `RowFile.raw`."""
@@ -91,24 +104,41 @@ class ParquetRows:
         return self._file.read_row_group(group, columns=self._columns, use_threads=False)
 
 
-def _check_schema(schema: pa.Schema, path: str, field: str) -> None:
-    """Raises InvalidJob for a column that is missing or has a type that no valid row can have."""
-    if missing := [name for name in REQUIRED if name not in schema.names]:
-        found = f"has no column {', '.join(missing)}; it has {', '.join(schema.names)}"
-        raise refused(field, path, found, "write verl's columns: data_source, prompt, reward_model, extra_info.")
-    prompt, reward_model = schema.field("prompt").type, schema.field("reward_model").type
-    if not _is_text(schema.field("data_source").type):
-        kind = schema.field("data_source").type
-        raise refused(field, path, f"column data_source is {kind}, not text", "write text.")
-    if not (_is_text(prompt) or _is_messages(prompt)):
+def _mistakes(schema: pa.Schema, layout: Layout, path: str, field: str) -> Iterator[Mistake]:
+    """The columns of a type that no valid row can have."""
+    prompt = _type(schema, layout.prompt)
+    if prompt is None or not (_is_text(prompt) or _is_messages(prompt)):
         fix = "write text, or a list of messages {role, content}."
-        raise refused(field, path, f"column prompt is {prompt}, neither text nor a list of messages", fix)
-    if not _has_fields(reward_model, ("ground_truth",)):
-        fix = "write an object {style, ground_truth}."
-        raise refused(field, path, f"column reward_model is {reward_model}, without ground_truth", fix)
+        found = f"column {layout.prompt} is {prompt}, neither text nor a list of messages"
+        yield wrong_value(field, path, found, fix)
+    if layout.data_source is not None and not _is_text(kind := _type(schema, layout.data_source)):
+        yield wrong_value(field, path, f"column {layout.data_source} is {kind}, not text", "write text.")
+    truth = layout.ground_truth
+    if truth is not None and _type(schema, truth) is None:
+        above, _, name = truth.rpartition(".")
+        fix = "write an object {style, ground_truth}." if truth == VERL_TRUTH else "name a field that it has."
+        yield wrong_value(field, path, f"column {above} is {_type(schema, above)}, without {name}", fix)
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def _type(schema: pa.Schema, column: str) -> pa.DataType | None:
+    """The type of a column or, by a path with dots, of a field in it; None if there is none."""
+    if column in schema.names:
+        return schema.field(column).type
+    above, dot, name = column.rpartition(".")
+    kind = _type(schema, above) if dot else None
+    return kind.field(name).type if kind is not None and _has_fields(kind, (name,)) else None
+
+
+def _has_bytes(kind: pa.DataType) -> bool:
+    """Whether values of the type hold bytes, which JSON cannot hold."""
+    inner = [kind.field(place).type for place in range(kind.num_fields)]
+    checks = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
+    return any(check(kind) for check in checks) or any(map(_has_bytes, inner))
+
+
+def _is_text(kind: pa.DataType | None) -> bool:
+    if kind is None:
+        return False
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))

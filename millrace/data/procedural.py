@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from millrace.data.columns.messages import Message
 from millrace.data.prompt_source import PromptSource
-from millrace.data.row import Message, PromptRow
+from millrace.data.row import PromptRow
 from millrace.errors import BadRow, refused
 from millrace.extras import how_to_install
 from millrace.validation.limits import LARGEST_SEED

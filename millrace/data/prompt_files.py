@@ -1,23 +1,33 @@
-"""Prompts in Parquet and JSONL files."""
+"""Prompts in Parquet and JSON files."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
+from millrace.data.columns.layout import Layout, Reading, layout_of
 from millrace.data.prompt_source import PromptSource
 from millrace.data.row import PromptRow, read_row
 from millrace.errors import BadRow, InvalidJob, Mistake, refused
 
 PARQUET = (".parquet", ".pq")
-JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+JSONL = tuple(kind + packed for kind in (".jsonl", ".ndjson", ".json") for packed in ("", ".gz", ".zst"))
 
 
 class RowFile(Protocol):
     """One open file of rows."""
 
     def __len__(self) -> int: ...
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """Names of the columns. Raises BadRow where the first row, which has them, cannot be read."""
+
+    def fitted(self, layout: Layout) -> Layout:
+        """The layout for the types of this file, which reads rows by it from now on. Raises InvalidJob for a column of
+        a type that no valid row can have."""
 
     def raw(self, row: int) -> Any:
         """The row as the file holds it, in plain Python types. Raises BadRow where it cannot be read."""
@@ -29,25 +39,52 @@ class RowFile(Protocol):
         """Every row in order as `raw` gives it, or why it cannot be read."""
 
 
+@dataclass(frozen=True)
+class _File:
+    rows: RowFile
+    path: str
+    layout: Layout
+
+
 class PromptFiles(PromptSource):
     """The rows of several files, one file after another."""
 
-    def __init__(self, files: Sequence[RowFile], field: str) -> None:
-        self._files = files
-        self._ends = list(accumulate(len(file) for file in files))
-        for first in [0, *self._ends[:-1]]:
+    def __init__(self, files: Sequence[_File], reading: Reading, field: str) -> None:
+        self._files, self._reading = files, reading
+        self._ends = list(accumulate(len(file.rows) for file in files))
+        starts = [0, *self._ends[:-1]]
+        mistakes, self._plain = [], False
+        for first in starts:
             try:
-                self[first]
+                self._plain |= isinstance(self[first].prompt, str)
             except BadRow as error:
-                raise InvalidJob.of([Mistake(field, error.what.removesuffix("."), error.fix)]) from error
+                mistakes.append(_mistake(field, error))
+        if mistakes:
+            raise InvalidJob.of(mistakes)
+
+    @property
+    def description(self) -> list[str]:
+        """See `PromptSource.description`. Files that are read alike share a line."""
+        alike: dict[str, list[str]] = {}
+        for file in self._files:
+            alike.setdefault(str(file.layout), []).append(file.path)
+        lines = [
+            f"{paths[0] if len(paths) == 1 else f'{paths[0]} and {len(paths) - 1} more'}: {taken}"
+            for taken, paths in alike.items()
+        ]
+        if self._plain:
+            asked = self._reading.prompt_format == "text"
+            choice = "" if asked else "; data.prompt_format: chat makes each the message of a user instead"
+            lines.append(f"prompts that are plain text go to the model as they are, without a chat template{choice}")
+        return lines
 
     def scan(self) -> Iterator[PromptRow | BadRow]:
         """See `PromptSource.scan`."""
         index = 0
         for file in self._files:
-            for row, raw in enumerate(file.scan()):
+            for row, raw in enumerate(file.rows.scan()):
                 try:
-                    yield raw if isinstance(raw, BadRow) else read_row(index, raw, file.place(row))
+                    yield raw if isinstance(raw, BadRow) else self._read(index, raw, file, row)
                 except BadRow as error:
                     yield error
                 index += 1
@@ -61,11 +98,14 @@ class PromptFiles(PromptSource):
         which = bisect_right(self._ends, index)
         file = self._files[which]
         row = index - (self._ends[which - 1] if which else 0)
-        return read_row(index, file.raw(row), file.place(row))
+        return self._read(index, file.rows.raw(row), file, row)
+
+    def _read(self, index: int, raw: Any, file: _File, row: int) -> PromptRow:
+        return read_row(index, raw, file.rows.place(row), file.layout, self._reading.prompt_format)
 
 
-def open_files(paths: Sequence[str], field: str) -> PromptFiles:
-    """The rows of the files. Raises InvalidJob, which names `field` of the job spec."""
+def open_files(paths: Sequence[str], field: str, reading: Reading) -> PromptFiles:
+    """The rows of the files. Raises InvalidJob, which names `field` of the job spec, with the mistakes of all files."""
     for path in paths:
         if not path.endswith(PARQUET + JSONL):
             fix = f"name a file that ends in {', '.join(PARQUET + JSONL)}."
@@ -73,11 +113,24 @@ def open_files(paths: Sequence[str], field: str) -> PromptFiles:
         if not Path(path).is_file():
             found = "is a folder" if Path(path).is_dir() else f"there is no file {Path(path).absolute()}"
             raise refused(field, path, found, "give the path of a data file that this service can read.")
-    files = _open_formats(paths, field)
-    for path, file in zip(paths, files, strict=True):
-        if not len(file):
-            raise refused(field, path, "has no rows", "leave it out, or write the data again.")
-    return PromptFiles(files, field)
+    files, mistakes = list[_File](), list[Mistake]()
+    for path, rows in zip(paths, _open_formats(paths, field), strict=True):
+        try:
+            if not len(rows):
+                raise refused(field, path, "has no rows", "leave it out, or write the data again.")
+            layout = rows.fitted(layout_of(rows.columns, reading.columns, path, field))
+            files.append(_File(rows, path, layout))
+        except InvalidJob as error:
+            mistakes += error.mistakes
+        except BadRow as error:
+            mistakes.append(_mistake(field, error))
+    if mistakes:
+        raise InvalidJob.of(list(dict.fromkeys(mistakes)))
+    return PromptFiles(files, reading, field)
+
+
+def _mistake(field: str, error: BadRow) -> Mistake:
+    return Mistake(field, error.what.removesuffix("."), error.fix)
 
 
 def _open_formats(paths: Sequence[str], field: str) -> list[RowFile]:

@@ -19,6 +19,11 @@ class PromptSource(ABC):
     def __getitem__(self, index: int) -> PromptRow:
         """The row with this number. Raises BadRow for an unusable row, IndexError past the end. Thread-safe."""
 
+    @property
+    def description(self) -> list[str]:
+        """Lines for people: what of the data is taken for what."""
+        return []
+
     def __iter__(self) -> Iterator[PromptRow]:
         return (self[index] for index in range(len(self)))
 

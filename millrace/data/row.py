@@ -1,25 +1,14 @@
-"""One row of the data: from verl's columns in a file to a `PromptRow` in plain Python types."""
+"""One row of the data: from the columns of a file to a `PromptRow` in plain Python types."""
 
-import datetime
-import decimal
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any
 
-from millrace.errors import BadRow, wrong_value
-from millrace.validation.kinds import kind_of
-
-COLUMNS = ("data_source", "prompt", "reward_model", "ability", "extra_info")
-REQUIRED = ("data_source", "prompt", "reward_model")
-
-
-class Message(TypedDict):
-    """One message of a conversation."""
-
-    role: str
-    content: str
-    name: NotRequired[str]
+from millrace.data.columns.layout import VERL_TRUTH, Layout
+from millrace.data.columns.messages import Message, answer_of, is_conversation, read_messages
+from millrace.data.columns.values import Values
+from millrace.errors import BadRow
+from millrace.spec.model import PromptFormat
 
 
 @dataclass(frozen=True)
@@ -38,31 +27,74 @@ class PromptRow:
     extra_info: dict[str, Any] = field(default_factory=dict)
 
 
-def read_row(index: int, raw: Any, place: str) -> PromptRow:
-    """The row that a file holds as `raw`. `place` names file and row for errors. Raises BadRow for the first column
-    with a wrong value."""
+def read_row(index: int, raw: Any, place: str, layout: Layout, prompt_format: PromptFormat = "auto") -> PromptRow:
+    """The row that a file holds as `raw`, in the file's layout. `place` names file and row for errors. Raises BadRow
+    for the first column with a wrong value."""
     try:
-        return _read(index, _Columns(raw, place))
+        return _read(index, Values(raw, place), layout, prompt_format)
     except RecursionError as error:
         raise BadRow(f"{place}: is nested too deeply.", "make it flatter.") from error
 
 
-def _read(index: int, row: "_Columns") -> PromptRow:
-    reward_model = row.mapping("reward_model")
-    if "ground_truth" not in reward_model:
-        raise row.bad("reward_model.ground_truth", "is missing", "add it; null if the reward needs none.")
-    style = reward_model.get("style")
+def _read(index: int, row: Values, layout: Layout, prompt_format: PromptFormat) -> PromptRow:
+    prompt, answer = _prompt(row, layout)
+    truth = None if answer is None else answer_of(answer)
+    if layout.ground_truth is not None:
+        truth = _ground_truth(row, layout.ground_truth)
+    style = row.optional(layout.reward_style)
     if style is not None and not isinstance(style, str):
-        raise row.wrong("reward_model.style", style, "is not text", "write rule or model.")
+        raise row.wrong(layout.reward_style or "", style, "is not text", "write rule or model.")
+    source = row.text(layout.data_source) if layout.data_source is not None else layout.default_source
     return PromptRow(
         index=index,
-        data_source=row.text("data_source"),
-        prompt=row.prompt(),
-        ground_truth=row.plain("reward_model.ground_truth", reward_model["ground_truth"]),
+        data_source=source,
+        prompt=_formatted(prompt, prompt_format),
+        ground_truth=truth,
         reward_style=style or "rule",
-        ability=row.text("ability") if row.has("ability") else "",
-        extra_info=row.plain("extra_info", row.mapping("extra_info")) if row.has("extra_info") else {},
+        ability="" if row.optional(layout.ability) is None else row.text(layout.ability or ""),
+        extra_info=_extra_info(row, layout),
     )
+
+
+def _prompt(row: Values, layout: Layout) -> tuple[list[Message] | str, Message | None]:
+    """The prompt, and the last answer of the assistant where that is not part of it. Raises BadRow."""
+    column, value = layout.prompt, row.required(layout.prompt)
+    if isinstance(value, str):
+        if not value:
+            raise row.bad(column, "is empty", "write the prompt.")
+        return value, None
+    if not isinstance(value, list | tuple) or not value:
+        fix = "write text, or a list of messages {role, content}."
+        raise row.wrong(column, value, "is neither text nor a list of messages", fix)
+    messages = read_messages(row, column, value)
+    if not layout.whole_conversation or messages[-1]["role"] != "assistant":
+        return messages, None
+    if len(messages) == 1:
+        raise row.bad(column, "has an answer and no prompt", "write what the assistant answers before it.")
+    return messages[:-1], messages[-1]
+
+
+def _ground_truth(row: Values, column: str) -> Any:
+    value = row.given(column)
+    if column != VERL_TRUTH and is_conversation(value):
+        return answer_of(read_messages(row, column, value)[-1])
+    return row.plain(column, value)
+
+
+def _extra_info(row: Values, layout: Layout) -> dict[str, Any]:
+    if layout.extra_info is None:
+        return {name: row.plain(name, row.optional(name)) for name in layout.others}
+    if row.optional(layout.extra_info) is None:
+        return {}
+    return dict(row.plain(layout.extra_info, row.mapping(layout.extra_info)))
+
+
+def _formatted(prompt: list[Message] | str, prompt_format: PromptFormat) -> list[Message] | str:
+    if prompt_format == "chat" and isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if prompt_format == "text" and not isinstance(prompt, str):
+        return "\n\n".join(message["content"] or "" for message in prompt)
+    return prompt
 
 
 def json_texts(row: PromptRow) -> tuple[str, str, str]:
@@ -78,84 +110,3 @@ def json_texts(row: PromptRow) -> tuple[str, str, str]:
     except RecursionError as error:
         raise BadRow(f"row {row.index} of the data is nested too deeply.", "make it flatter.") from error
     return texts[0], texts[1], texts[2]
-
-
-class _Columns:
-    """The columns of one raw row. Every error names file, row and column."""
-
-    def __init__(self, raw: Any, place: str) -> None:
-        self._place = place
-        if not isinstance(raw, Mapping):
-            raise BadRow(f"{place}: is {kind_of(raw)}, not an object.", "write one object with verl's columns.")
-        self._raw = raw
-
-    def bad(self, column: str, reason: str, fix: str) -> BadRow:
-        """The error for a column that has no value."""
-        return BadRow(f"{self._place}, column {column}: {reason}.", fix)
-
-    def wrong(self, column: str, value: Any, reason: str, fix: str) -> BadRow:
-        """The error for a column with a wrong value."""
-        return BadRow(wrong_value(f"{self._place}, column {column}", value, reason, fix).what, fix)
-
-    def has(self, column: str) -> bool:
-        """Whether the column has a value other than null."""
-        return self._raw.get(column) is not None
-
-    def text(self, column: str) -> str:
-        """The text in a column. Raises BadRow."""
-        value = self._required(column)
-        if not isinstance(value, str):
-            raise self.wrong(column, value, "is not text", "write text.")
-        return value
-
-    def mapping(self, column: str) -> Mapping[str, Any]:
-        """The object in a column. Raises BadRow."""
-        value = self._required(column)
-        if not isinstance(value, Mapping):
-            raise self.wrong(column, value, "is not an object", "write an object with named fields.")
-        return value
-
-    def prompt(self) -> list[Message] | str:
-        """The prompt: messages, or plain text. Raises BadRow."""
-        value = self._required("prompt")
-        if isinstance(value, str):
-            if not value:
-                raise self.bad("prompt", "is empty", "write the prompt.")
-            return value
-        if not isinstance(value, list | tuple) or not value:
-            fix = "write text, or a list of messages {role, content}."
-            raise self.wrong("prompt", value, "is neither text nor a list of messages", fix)
-        return [self._message(f"prompt[{place}]", message) for place, message in enumerate(value)]
-
-    def plain(self, column: str, value: Any) -> Any:
-        """`value` in JSON's types. Parquet also has times, decimals and bytes. Raises BadRow for bytes."""
-        if value is None or isinstance(value, str | int | float):
-            return value
-        if isinstance(value, Mapping):
-            return {str(k): self.plain(f"{column}.{k}", v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.plain(f"{column}[{place}]", v) for place, v in enumerate(value)]
-        if isinstance(value, datetime.date | datetime.time):
-            return value.isoformat()
-        if isinstance(value, decimal.Decimal):
-            return str(value)
-        raise self.wrong(column, value, f"is {kind_of(value)}, which JSON cannot hold", "store text or a number.")
-
-    def _message(self, column: str, message: Any) -> Message:
-        if not isinstance(message, Mapping):
-            raise self.wrong(column, message, "is not a message", "write {role, content}.")
-        for key in ("role", "content"):
-            fix = "write {role, content}, both as text."
-            if key not in message:
-                raise self.bad(f"{column}.{key}", "is missing", fix)
-            if not isinstance(message[key], str):
-                raise self.wrong(f"{column}.{key}", message[key], "is not text", fix)
-        # A Parquet column has all fields in all messages: fields that a message does not have are null.
-        kept = {str(k): self.plain(f"{column}.{k}", v) for k, v in message.items() if v is not None}
-        return cast(Message, kept)
-
-    def _required(self, column: str) -> Any:
-        value = self._raw.get(column)
-        if value is None:
-            raise self.bad(column, "is null" if column in self._raw else "is missing", "give it a value.")
-        return value

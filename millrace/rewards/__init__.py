@@ -12,11 +12,12 @@ same name without running the user's code, `choose` resolves `auto`. A scorer is
 """
 
 from millrace.rewards.outcome import BadOutcome, Outcome, read_outcome
-from millrace.rewards.registry import BUILT_IN, ComputeScore, check, choose, load
+from millrace.rewards.registry import BUILT_IN, NEED_TRUTHS, ComputeScore, check, choose, load
 from millrace.rewards.term import PoolTerm, Scope, Term
 
 __all__ = [
     "BUILT_IN",
+    "NEED_TRUTHS",
     "BadOutcome",
     "ComputeScore",
     "Outcome",

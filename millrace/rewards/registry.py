@@ -36,6 +36,8 @@ BUILT_IN = {
 whose options can have wrong values also has a `check_options`, which raises ValueError, and imports nothing heavy. One
 that needs something of the machine has a `check_machine`, which raises Unavailable."""
 
+NEED_TRUTHS = frozenset({BY_SOURCE, "code", "exact", "math"})
+"""Built-in rewards that cannot score a row without a ground truth."""
 FIELD = "reward"
 """Path of the mapping in a job spec that names a function, where there is one function."""
 WANTED: Mapping[Scope, str] = {

@@ -10,6 +10,10 @@ from millrace.spec.lora import Lora
 from millrace.validation import limits
 from millrace.validation.model import StrictModel
 
+ColumnRole = Literal["prompt", "ground_truth", "data_source", "extra_info", "ability", "reward_style"]
+"""What a column of a data file can be."""
+PromptFormat = Literal["auto", "chat", "text"]
+
 
 class Model(StrictModel):
     path: str
@@ -39,9 +43,18 @@ class Model(StrictModel):
 
 class Data(StrictModel):
     files: list[str] = Field(default_factory=list, examples=[["/data/train.parquet"]])
-    """Absolute paths of Parquet or JSONL files in verl's columns: data_source, prompt, reward_model{style,
-    ground_truth}, extra_info. Or files of data sets on the hub, `hf://datasets/owner/name/file` or
-    `hf://datasets/owner/name@revision/file`."""
+    """Absolute paths of Parquet or JSON files (.parquet, .jsonl, .json, the last two also with .gz or .zst), or of
+    files of data sets on the hub, `hf://datasets/owner/name/file` or `hf://datasets/owner/name@revision/file`. A path
+    may be a pattern, as `/data/train-*.parquet`: the files that match when the job is submitted are stored with it.
+    docs/data.md says how rows may look."""
+    columns: dict[ColumnRole, str] = Field(
+        default_factory=dict, examples=[{"prompt": "question", "ground_truth": "result.answer"}]
+    )
+    """Which column of the files is what, where the names do not say it: prompt, ground_truth, data_source, extra_info,
+    ability, reward_style. `a.b` is field b in column a. Columns of verl, TRL and OpenAI are found by themselves."""
+    prompt_format: PromptFormat = "auto"
+    """How prompts go to the model. auto: messages by its chat template, plain text as it is. chat: plain text too, as
+    the message of a user. text: no chat template; the texts of several messages are joined by an empty line."""
     procedural: str | None = None
     """`reasoning_gym:<task>` instead of files: prompts are generated."""
     procedural_options: dict[str, Any] = Field(default_factory=dict, examples=[{"size": 1000}])
@@ -158,7 +171,9 @@ class Reward(StrictModel):
 
 class Evaluation(StrictModel):
     files: list[str] = Field(default_factory=list, examples=[["/data/held_out.parquet"]])
-    """Files with the held-out prompts, in the format of `data.files`."""
+    """Files with the held-out prompts, as in `data.files`. `data.prompt_format` holds for them too."""
+    columns: dict[ColumnRole, str] | None = Field(None, examples=[{"prompt": "question"}])
+    """Which column of these files is what, as in `data.columns`; null: as there."""
     procedural: str | None = None
     """A procedural source instead of files, as in `data.procedural`."""
     procedural_options: dict[str, Any] = Field(default_factory=dict, examples=[{"size": 256}])

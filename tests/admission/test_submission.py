@@ -44,6 +44,22 @@ def test_a_critic_may_have_a_folder_of_its_own_without_a_tokenizer(tmp_path: Pat
     assert spec.algorithm.critic is not None and spec.algorithm.critic.path == str(folder)
 
 
+def test_rows_of_trl_by_a_pattern_are_stored_with_the_files_that_match(tmp_path: Path) -> None:
+    tree = job(tmp_path, {})
+    files = [tmp_path / f"part-{number}.jsonl" for number in (0, 1)]
+    for file in files:
+        file.write_text(json.dumps({"question": "1 + 1 =", "solution": "2"}))
+    tree["data"] = {"files": [f"{tmp_path}/part-*.jsonl"], "columns": {"prompt": "question"}}
+    assert submission.check(tree).data.files == [str(file) for file in files]
+    tree["data"]["columns"] = {"prompt": "question", "ground_truths": "solution"}
+    with pytest.raises(InvalidJob, match=r"data\.columns.*ground_truth"):
+        submission.check(tree)
+    tree["data"]["columns"] = {"prompt": "question"}
+    files[0].write_text(json.dumps({"question": "1 + 1 =", "result": "2"}))
+    with pytest.raises(InvalidJob, match=r"the reward exact compares .*the first row has none.*data\.columns"):
+        submission.check(tree)
+
+
 @pytest.mark.parametrize(
     ("made", "words"),
     [(None, "there is no folder"), (300, "has a vocabulary of 300 tokens")],

@@ -209,15 +209,14 @@ def test_an_empty_parquet_file(tmp_path: Path) -> None:
 def test_one_bad_file_among_good_ones(tmp_path: Path) -> None:
     good = write_raw(tmp_path / "good.jsonl", [raw_row(0)])
     bad = write_raw(tmp_path / "bad.jsonl", [raw_row(0, prompt="absent")])
-    with pytest.raises(InvalidJob, match=r"bad\.jsonl line 1, column prompt: is missing"):
+    with pytest.raises(InvalidJob, match=r"bad\.jsonl\": has no column prompt or messages; it has data_source"):
         open_source([good, bad])
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"prompt": "absent"}, "no column prompt; it has data_source"),
-        ({"reward_model": "absent"}, "no column reward_model"),
+        ({"prompt": "absent"}, "no column prompt or messages; it has data_source"),
         ({"prompt": 3}, "column prompt is int64, neither text nor a list of messages"),
         ({"prompt": ["a", "b"]}, "column prompt is list<element: string>, neither"),
         ({"prompt": [{"role": "user"}]}, "column prompt is list<element: struct<role: string>>, neither"),
@@ -251,7 +250,7 @@ def bad_row(source: PromptSource, index: int) -> str:
         ({"prompt": [{"role": "user"}]}, "column prompt[0].content: is missing."),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-            'column prompt[0].content: [{"type": "image"}]: is not text.',
+            'column prompt[0].content[0]: {"type": "image"}: is not a part of text.',
         ),
         ({"data_source": 7}, "column data_source: 7: is not text."),
         ({"reward_model": "rule"}, 'column reward_model: "rule": is not an object.'),

@@ -125,7 +125,7 @@ def test_a_row_that_cannot_be_converted_is_named_and_nothing_is_written(line: ob
 def test_a_source_of_another_data_set_is_refused_with_its_columns(tmp_path: Path) -> None:
     with pytest.raises(InvalidJob, match="has no column question, answer"):
         converted(str(dapo_file(tmp_path / "dapo.parquet")), gsm8k.rows, tmp_path / "out.parquet")
-    with pytest.raises(InvalidJob, match="has no column data_source"):
+    with pytest.raises(InvalidJob, match="has no column prompt or messages; it has question, answer"):
         converted(str(gsm8k_file(tmp_path / "a.parquet")), DATA_SETS["dapo-math"].rows, tmp_path / "out.parquet")
 
 

@@ -35,6 +35,14 @@ export interface CheckpointSaved {
   seconds: number | string | null;
 }
 
+/** The data files of a section of the job spec were opened, before the first prompt was issued. */
+export interface DataOpened {
+  kind: "data.opened";
+  section: "data" | "evaluation";
+  rows: number;
+  description: string[];
+}
+
 /** What slows a job down, and what to change. */
 export interface DiagnosisView {
   job_id: string;
@@ -63,11 +71,11 @@ export interface Event {
   id: string;
   time_s: number;
   message: string;
-  data: JobMoved | JobWaiting | JobRewound | TrainerConfiguring | TrainerConfigured | TrainerLost | TrainerOutOfMemory | MemberJoined | MemberConfigured | MemberFailed | MemberJoining | MemberOut | PromptDropped | LeaseExpired | GroupStale | GroupDropped | StepDone | TrainingWarning | PublicationDone | PublicationFailed | EvaluationDone | CheckpointSaved | CheckpointFailed | TrackerFailed | ReportFailed | OtherRelease;
+  data: JobMoved | JobWaiting | JobRewound | DataOpened | TrainerConfiguring | TrainerConfigured | TrainerLost | TrainerOutOfMemory | MemberJoined | MemberConfigured | MemberFailed | MemberJoining | MemberOut | PromptDropped | LeaseExpired | GroupStale | GroupDropped | StepDone | TrainingWarning | PublicationDone | PublicationFailed | EvaluationDone | CheckpointSaved | CheckpointFailed | TrackerFailed | ReportFailed | OtherRelease;
   kind: EventKind | string;
 }
 
-export type EventKind = "job.state" | "job.waiting" | "job.rewound" | "trainer.configuring" | "trainer.configured" | "trainer.lost" | "trainer.out_of_memory" | "member.joined" | "member.configured" | "member.failed" | "member.joining" | "member.out" | "prompt.dropped" | "lease.expired" | "group.stale" | "group.dropped" | "step.done" | "training.warning" | "publication.done" | "publication.failed" | "evaluation.done" | "checkpoint.saved" | "checkpoint.failed" | "tracker.failed" | "report.failed";
+export type EventKind = "job.state" | "job.waiting" | "job.rewound" | "data.opened" | "trainer.configuring" | "trainer.configured" | "trainer.lost" | "trainer.out_of_memory" | "member.joined" | "member.configured" | "member.failed" | "member.joining" | "member.out" | "prompt.dropped" | "lease.expired" | "group.stale" | "group.dropped" | "step.done" | "training.warning" | "publication.done" | "publication.failed" | "evaluation.done" | "checkpoint.saved" | "checkpoint.failed" | "tracker.failed" | "report.failed";
 
 /** A number that speaks for a finding. */
 export interface FigureView {

@@ -7,11 +7,12 @@ the answer is always the same: wait until that is back, and start the loop again
 import asyncio
 import contextlib
 import time
+from typing import Literal
 
 import structlog
 
 from millrace import events, hub
-from millrace.data import PromptSource, open_source
+from millrace.data import PromptSource, open_section
 from millrace.drops import DropReason
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import JobId
@@ -110,15 +111,22 @@ class Runner:
         """Opens the job's data. Raises InvalidJob where it has gone since the submission, Unavailable where it is on
         the hub and not in the cache, and the hub does not answer."""
         here = await asyncio.to_thread(hub.local, job.spec, data=True)
-        data, evaluation = here.data, here.evaluation
-        source: PromptSource = await asyncio.to_thread(
-            open_source, data.files, data.procedural, data.procedural_options
-        )
-        held_out: PromptSource | None = None
-        if evaluation is not None:
-            options = (evaluation.files, evaluation.procedural, evaluation.procedural_options)
-            held_out = await asyncio.to_thread(lambda: open_source(*options, field="evaluation"))
+        source = await asyncio.to_thread(open_section, here, "data")
+        held_out = await asyncio.to_thread(open_section, here, "evaluation")
+        assert source is not None
+        await self._tell_data(job, source, held_out)
         return Run(job, self._components, source, held_out)
+
+    async def _tell_data(self, job: JobRecord, source: PromptSource, held_out: PromptSource | None) -> None:
+        """Says once, before the job issues its first prompt, what is taken for what in its rows."""
+        if job.cursor:
+            return
+        sections: dict[Literal["data", "evaluation"], PromptSource | None] = {"data": source, "evaluation": held_out}
+        for section, opened in sections.items():
+            if opened is not None and (lines := opened.description):
+                told = events.DataOpened(section=section, rows=len(opened), description=lines)
+                message = f"{section}: {len(opened)} rows; {'; '.join(lines)}"
+                await self._components.events.add(job.id, told, message)
 
     async def _train(self, run: Run) -> None:
         """Runs the job's loop and, at the same time, the joining of replicas. The first error ends both."""

@@ -36,6 +36,9 @@ async def test_a_job_runs_to_its_report(cluster: Cluster, spec: dict[str, Any]) 
     assert job.evaluation_before is not None and job.evaluation_last is not None
     assert job.evaluation_last > job.evaluation_before + 5
     assert job.checkpoint == str(Path(spec["output"]) / "checkpoints" / "step-6")
+    opened = await cluster.events(job.id, "data.opened")
+    assert [(each.data.section, each.data.rows) for each in opened][:1] == [("data", 48)]
+    assert "prompt from prompt, ground truth from reward_model.ground_truth" in opened[0].data.description[0]
     report = json.loads((Path(spec["output"]) / "report.json").read_text())
     assert report["ledger"]["trained"] == 24 and report["publications"]["count"] >= 7
     written = (Path(spec["output"]) / "report.md").read_text().splitlines()
