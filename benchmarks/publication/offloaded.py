@@ -28,6 +28,8 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from millrace.wire.v1 import trainer_pb2 as pb
+from millrace.wire.v1 import weights_pb2
 from rich.console import Console
 from rich.table import Table
 
@@ -48,8 +50,6 @@ from millrace.weights.transfer.channels.rendezvous import Rendezvous
 from millrace.weights.transfer.checksum import checksum
 from millrace.weights.transfer.pipeline import ReceivePipeline
 from millrace.weights.transfer.session import PublicationSession
-from millrace.wire.v1 import trainer_pb2 as pb
-from millrace.wire.v1 import weights_pb2
 from services.trainer.backends import build
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.world import World

@@ -10,6 +10,8 @@ from millrace.data.columns.values import Values
 from millrace.errors import BadRow
 from millrace.spec.model import PromptFormat
 
+QUESTION_CHARACTERS = 2_000
+
 
 @dataclass(frozen=True)
 class PromptRow:
@@ -25,6 +27,14 @@ class PromptRow:
     reward_style: str = "rule"
     ability: str = ""
     extra_info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def question(self) -> str:
+        """The last message of the user, at most QUESTION_CHARACTERS of it; empty if the prompt is plain text."""
+        messages = [] if isinstance(self.prompt, str) else self.prompt
+        asked = next((each for each in reversed(messages) if each["role"] == "user"), None)
+        content = asked["content"] if asked is not None else ""
+        return content[:QUESTION_CHARACTERS] if isinstance(content, str) else ""
 
 
 def read_row(index: int, raw: Any, place: str, layout: Layout, prompt_format: PromptFormat = "auto") -> PromptRow:

@@ -255,6 +255,9 @@ class SampleView(BaseModel):
     prompt_id: str
     purpose: str = Field(description="train or evaluation")
     prompt: str
+    question: str = Field(
+        "", description="The last message of the user in the prompt; empty for plain text and in older samples."
+    )
     answer: str
     ground_truth: Any
     reward: float | None

@@ -103,6 +103,8 @@ class TalkingReplica(TellsSpans, SimulatedReplica):
         group.prompt_text = prompt
         group.prompt_tokens = pack_tokens(tokens_of(prompt))
         group.data_source = "sums"
+        if lease.prompt.startswith("["):
+            group.question = json.loads(lease.prompt)[-1]["content"]
         truth = json.loads(group.ground_truth or "0")
         for trajectory in group.trajectories:
             right = self._chance.random() < 1 - math.exp(-(self.version + 1) / 12)

@@ -1,5 +1,6 @@
 """What people do with the page, done in headless Chromium."""
 
+import json
 import re
 from typing import Any
 
@@ -162,6 +163,74 @@ def test_a_group_and_its_tokens_are_opened(page: Any, trained: list[str]) -> Non
     expect(page.get_by_text("No group matches.")).to_be_visible()
 
 
+def test_rows_of_samples_begin_with_the_question_and_tell_right_from_wrong(page: Any, trained: list[str]) -> None:
+    page.goto(f"/#/job/{trained[0]}/samples/1")
+    page.get_by_role("button", name="train").click()
+    rows = page.get_by_role("option")
+    expect(rows).to_have_count(4)
+    assert all(text.startswith("What is") for text in rows.locator(".what b").all_text_contents())
+    told = [float(text) for text in rows.locator(".number b").all_text_contents()]
+    empty = [row.locator(".dot.zero").count() for row in rows.all()]
+    assert empty == [round(4 * (1 - mean)) for mean in told]
+    assert max(empty) > 0, "no group of step 1 has a wrong answer"
+
+
+def test_compared_jobs_tell_their_own_newest_values(page: Any, staged: Stage, trained: list[str]) -> None:
+    short = staged.submit(staged.spec("short", 5))
+    assert staged.coordinator.client.wait(short, 120).state is JobState.SUCCEEDED
+    page.goto(f"/#/compare/{trained[0]},{short}")
+    chart = page.locator("figure.chart").filter(has_text="actor/grad_norm")
+    expect(chart.locator(".told")).to_have_text(re.compile(r"rate-1 \d.* · short \d"))
+    title = chart.locator("figcaption b")
+    assert title.evaluate("e => e.scrollWidth <= e.clientWidth"), "the title is cut"
+
+
+def test_a_checkpoint_is_marked_on_the_curves(page: Any, trained: list[str]) -> None:
+    page.goto(f"/#/job/{trained[0]}")
+    page.get_by_label("Search metrics").fill("grad_norm")
+    expect(page.locator("figure.chart")).to_have_count(1)
+    expect(page.get_by_role("img", name="actor/grad_norm:").locator("canvas")).to_be_visible()
+    page.locator("figure.chart").focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowLeft")
+    expect(page.locator(".told")).to_contain_text(re.compile(r"at step 10: .*checkpoint"))
+
+
+def test_metrics_and_samples_are_saved_as_files(page: Any, trained: list[str]) -> None:
+    page.goto(f"/#/job/{trained[0]}")
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="CSV").click()
+    head, *rows = saved.value.path().read_text().splitlines()
+    assert head.startswith("step,") and "actor/grad_norm" in head.split(",")
+    assert [row.split(",")[0] for row in rows] == [str(step) for step in range(13)]
+    page.goto(f"/#/job/{trained[0]}/samples/7")
+    expect(page.get_by_role("option").first).to_be_visible()
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="JSONL").click()
+    groups = [json.loads(line) for line in saved.value.path().read_text().splitlines()]
+    assert groups and all(group["step"] == 7 for group in groups)
+
+
+def test_printing_draws_every_open_chart(page: Any, trained: list[str]) -> None:
+    page.set_viewport_size({"width": 900, "height": 300})
+    page.goto(f"/#/job/{trained[0]}")
+    expect(page.locator(".chart canvas").first).to_be_visible()
+    assert page.locator("details[open] .chart.waiting").count() > 0, "all charts are in view already"
+    page.evaluate(
+        "window.print = () => { window.printed = document.querySelectorAll('details[open] .chart.waiting').length }"
+    )
+    page.get_by_role("button", name="print").click()
+    page.wait_for_function("window.printed === 0")
+
+
+def test_a_coordinator_that_does_not_answer_is_told(page: Any, trained: list[str]) -> None:
+    page.goto("/#/jobs")
+    expect(page.get_by_role("listitem").first).to_be_visible()
+    page.evaluate("() => { window.fetch = async () => { throw new TypeError('Failed to fetch'); } }")
+    expect(page.get_by_role("alert")).to_contain_text("does not answer")
+    expect(page.get_by_role("listitem").first).to_be_visible()
+
+
 def test_the_timeline_of_a_step(page: Any, trained: list[str]) -> None:
     page.goto(f"/#/job/{trained[0]}/timeline/5")
     canvas = page.locator(".lanes canvas")
@@ -177,6 +246,9 @@ def test_the_timeline_of_a_step(page: Any, trained: list[str]) -> None:
     expect(page.get_by_role("region", name="Trace")).to_contain_text("trace")
     page.get_by_role("button", name="Later").click()
     expect(page.get_by_label("to", exact=True)).to_have_value("6")
+    page.set_viewport_size({"width": 700, "height": 500})  # sizes change while it is left: no error in the console
+    page.get_by_role("link", name="samples", exact=True).click()
+    expect(page.get_by_role("option").first).to_be_visible()
 
 
 def test_records_events_and_spec_of_a_job(page: Any, trained: list[str]) -> None:

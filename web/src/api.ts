@@ -11,6 +11,13 @@ export class Refused extends Error {
   }
 }
 
+/* Nobody answers at the page's own address. */
+export class Unreachable extends Error {
+  constructor() {
+    super(`The coordinator does not answer at ${location.origin}. What is shown may be old; the page goes on asking. Fix: see whether it runs, and whether this computer reaches it.`);
+  }
+}
+
 const TOKEN = "token";
 let declined = false;
 let asking: Promise<string | null> | null = null;
@@ -36,7 +43,9 @@ async function hasAnother(refused: string | null): Promise<boolean> {
 export async function request(path: string, options: RequestInit = {}): Promise<Response> {
   const token = sessionStorage.getItem(TOKEN);
   const headers = { ...(token ? { Authorization: `Bearer ${token}` } : {}), ...options.headers };
-  const answer = await fetch(path, { ...options, headers });
+  const answer = await fetch(path, { ...options, headers }).catch(error => {
+    throw error instanceof TypeError ? new Unreachable() : error; // fetch fails with a TypeError if there is no answer
+  });
   if (answer.status === 401 && (await hasAnother(token))) return request(path, options);
   if (!answer.ok) {
     const problem = await answer.json().catch(() => ({ detail: `${answer.status} ${answer.statusText}` }));

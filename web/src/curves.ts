@@ -4,7 +4,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { get, query } from "./api";
 import type { Line } from "./parts/chart";
 import type { BandView, MetricView, SeriesView } from "./rest";
-import { problem } from "./state";
+import { onShowAll, problem } from "./state";
 
 /* Metrics that one chart shows: a mean with least and greatest value, or one metric alone. */
 export interface Group { title: string; section: string; unit: string; meaning: string; mean: string; least?: string; greatest?: string }
@@ -108,7 +108,8 @@ export function useInView<T extends Element>(): [{ current: T | null }, boolean]
   useEffect(() => {
     const watch = new IntersectionObserver(found => set(found[found.length - 1].isIntersecting), { rootMargin: "200px" });
     watch.observe(element.current!);
-    return () => watch.disconnect();
+    const forget = onShowAll(() => set(true));
+    return () => { watch.disconnect(); forget(); };
   }, []);
   return [element, seen];
 }

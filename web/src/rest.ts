@@ -469,6 +469,7 @@ export interface SampleView {
   prompt_id: string;
   purpose: string;
   prompt: string;
+  question: string;
   answer: string;
   ground_truth: unknown;
   reward: number | null;

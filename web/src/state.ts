@@ -51,6 +51,26 @@ export function useRepaint(paint: () => void): void {
 const probe = document.createElement("span");
 probe.hidden = true;
 document.documentElement.append(probe);
+/* Asks every chart of the view to be drawn, waits until all are, and prints in light colours. */
+const SHOW_ALL = "show-all", LONGEST_MS = 15_000;
+export const onShowAll = (call: () => void): (() => void) => {
+  addEventListener(SHOW_ALL, call);
+  return () => removeEventListener(SHOW_ALL, call);
+};
+export async function printAll(): Promise<void> {
+  const before = document.documentElement.dataset.theme;
+  dispatchEvent(new CustomEvent(SHOW_ALL));
+  for (let waited = 0; waited < LONGEST_MS; waited += 100) {
+    await new Promise(done => setTimeout(done, 100));
+    if (![...document.querySelectorAll<HTMLElement>(".chart.waiting")].some(each => each.offsetParent !== null)) break;
+  }
+  document.documentElement.dataset.theme = "light";
+  repaint();
+  print();
+  document.documentElement.dataset.theme = before;
+  repaint();
+}
+
 /* A colour of the style sheet, `--name`, as the canvas takes it. */
 export function color(name: string): string {
   probe.style.color = `var(--${name})`;

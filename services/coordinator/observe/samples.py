@@ -73,6 +73,7 @@ def _sample(group: common_pb2.Group, trajectory: common_pb2.Trajectory, step: in
         prompt_id=group.prompt_id,
         purpose=PURPOSES.get(group.purpose, ""),
         prompt=trajectory.prompt_text or group.prompt_text,
+        question=group.question,
         answer="".join(turn.given + turn.answer for turn in turns) if turns else trajectory.text,
         ground_truth=_json(group.ground_truth),
         reward=trajectory.reward if trajectory.HasField("reward") else None,

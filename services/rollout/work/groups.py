@@ -196,6 +196,7 @@ class GroupGenerator:
             data_source=lease.data_source,
             prompt_tokens=pack_tokens(prompt.rendered.token_ids),
             prompt_text=prompt.text,
+            question=prompt.row.question,
             ground_truth=lease.ground_truth,
             trajectories=[m for one, score in zip(episodes, scores, strict=True) for m in one.messages(score)],
             episode_trajectories=sizes if max(sizes) > 1 else [],

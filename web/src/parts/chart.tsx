@@ -15,6 +15,8 @@ export interface Line {
   least?: (number | null)[];
   greatest?: (number | null)[];
 }
+/* An event of the job, as a line across the chart. `x`: on the chart's horizontal axis. */
+export interface Mark { x: number; text: string; color: string }
 interface Props {
   title: string;
   unit: string;
@@ -25,6 +27,7 @@ interface Props {
   log: boolean;
   smoothing: number;
   group: string;
+  marks?: Mark[];
   onZoom?: (first: number, last: number) => void;
   onReset?: () => void;
   height?: number;
@@ -69,8 +72,40 @@ function drawn({ lines, log, smoothing, xs }: Props): Drawn {
   return found;
 }
 
+const FONT = "11px system-ui, sans-serif";
+/* Width of a vertical axis that cuts none of its labels. */
+function widthOf(labels: string[] | null): number {
+  const pen = document.createElement("canvas").getContext("2d")!;
+  pen.font = FONT;
+  return 14 + Math.ceil(Math.max(20, ...(labels ?? []).map(label => pen.measureText(label).width)));
+}
+
+function drawMarks(u: uPlot, marks: Mark[]): void {
+  const { left, top, width, height } = u.bbox, pen = u.ctx;
+  pen.save();
+  for (const mark of marks) {
+    const x = u.valToPos(mark.x, "x", true);
+    if (x < left || x > left + width) continue;
+    pen.strokeStyle = pen.fillStyle = faint(mark.color, 0.75);
+    pen.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
+    pen.beginPath();
+    pen.moveTo(x, top);
+    pen.lineTo(x, top + height);
+    pen.stroke();
+    pen.fillRect(x - 2 * devicePixelRatio, top, 4 * devicePixelRatio, 4 * devicePixelRatio);
+  }
+  pen.restore();
+}
+
+/* The marks within a few pixels of the cursor, as text. */
+function marksAt(u: uPlot | null, marks: Mark[]): string {
+  const left = u?.cursor.left;
+  if (!u || left === undefined || left < 0) return "";
+  return marks.filter(mark => Math.abs(u.valToPos(mark.x, "x") - left) < 5).map(mark => mark.text).slice(0, 3).join("; ");
+}
+
 const ruled = (): Partial<uPlot.Axis> => ({
-  stroke: () => color("soft"), grid: { stroke: () => faint("line", 0.7), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif",
+  stroke: () => color("soft"), grid: { stroke: () => faint("line", 0.7), width: 1 }, ticks: { show: false }, font: FONT,
 });
 
 export function Chart(props: Props) {
@@ -83,9 +118,12 @@ export function Chart(props: Props) {
 
   const tell = (at: number | null | undefined) => {
     const { xs, lines: now, axis: kind } = kept.current;
-    const index = at ?? lastOf(now), x = xs[index];
-    const values = now.map(line => `${now.length > 1 ? `${line.label} ` : ""}${figure(line.mean[index])}`).join(" · ");
-    if (told.current) told.current.textContent = x === undefined ? "" : `${values}${at == null ? "" : ` at ${kind === "step" ? "step " : ""}${axisText(kind, x)}`}`;
+    // Without a cursor each curve tells its own newest value: an ended job has none where another one goes on.
+    const valueOf = (line: Line) => line.mean[at ?? lastOf([line])];
+    const values = now.map(line => `${now.length > 1 ? `${line.label} ` : ""}${figure(valueOf(line))}`).join(" · ");
+    const x = at == null ? undefined : xs[at], event = marksAt(plot.current, kept.current.marks ?? []);
+    const where = x === undefined ? "" : ` at ${kind === "step" ? "step " : ""}${axisText(kind, x)}`;
+    if (told.current) told.current.textContent = xs.length ? `${values}${where}${event && `: ${event}`}` : "";
   };
 
   // What is drawn is never older than the rest of the page: who sees a new axis chosen also points at a chart of it.
@@ -94,17 +132,18 @@ export function Chart(props: Props) {
     const target = box.current!;
     const options: uPlot.Options = {
       width: target.clientWidth || 300, height, series: latest.current.series, bands: latest.current.bands,
-      legend: { show: false }, padding: [8, 8, 0, 0],
+      legend: { show: false }, padding: [8, 18, 0, 0],
       scales: { x: { time: axis === "time" }, y: { distr: props.log ? 3 : 1 } },
       axes: [
         { ...ruled(), size: 24, values: axis === "time" ? undefined : (_, ticks) => ticks.map(tick => axisText(axis, tick)) },
-        { ...ruled(), size: 48, values: (_, ticks) => ticks.map(tick => (tick === null ? "" : figure(tick))) },
+        { ...ruled(), size: (_, labels) => widthOf(labels), values: (_, ticks) => ticks.map(tick => (tick === null ? "" : figure(tick))) },
       ],
       cursor: {
         sync: { key: group, setSeries: false }, points: { size: 6 }, y: false,
         drag: { x: true, y: false, setScale: false },
       },
       hooks: {
+        draw: [u => drawMarks(u, kept.current.marks ?? [])],
         setCursor: [u => tell(u.cursor.idx)],
         setSelect: [u => {
           const { left, width } = u.select;
@@ -121,6 +160,7 @@ export function Chart(props: Props) {
     return () => { sizes.disconnect(); made.destroy(); plot.current = null; };
   }, [shape, height, group]);
   useLayoutEffect(() => { plot.current?.setData(found.data as uPlot.AlignedData); tell(plot.current?.cursor.idx); }, [props.xs, lines, props.smoothing, props.log]);
+  useLayoutEffect(() => plot.current?.redraw(false, true), [props.marks]);
   useRepaint(() => plot.current?.redraw(false, true));
 
   const move = (event: KeyboardEvent) => {
@@ -131,7 +171,7 @@ export function Chart(props: Props) {
     const index = Math.max(0, Math.min(props.xs.length - 1, (u.cursor.idx ?? props.xs.length) + by));
     u.setCursor({ left: u.valToPos(props.xs[index], "x"), top: 10 });
   };
-  const newest = lines.map(line => `${line.label} ${figure(line.mean[lastOf(lines)])}`).join(", ");
+  const newest = lines.map(line => `${line.label} ${figure(line.mean[lastOf([line])])}`).join(", ");
   return (
     <figure class="chart" tabIndex={0} onKeyDown={move} onDblClick={props.onReset}>
       <figcaption title={meaning}><b>{title}</b>{unit && <small> {unit}</small>}<span ref={told} class="told" /></figcaption>

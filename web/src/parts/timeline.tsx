@@ -40,9 +40,10 @@ export function Lanes({ timeline, hidden, range, setRange, chosen, choose }: Pro
   useEffect(paint);
   useRepaint(paint);
   useEffect(() => {
-    const look = () => setSize({ width: box.current!.clientWidth, height: box.current!.clientHeight });
+    const element = box.current!; // the observer may still call when the view has been left
+    const look = () => setSize({ width: element.clientWidth, height: element.clientHeight });
     const sizes = new ResizeObserver(look);
-    sizes.observe(box.current!);
+    sizes.observe(element);
     look();
     return () => sizes.disconnect();
   }, []);

@@ -41,7 +41,7 @@ export function Compare({ ids }: { ids: string[] }) {
         <LookBar look={look} set={setLook} />
       </div>
       {jobs.map(job => <JobCurves key={job.id} job={job} groups={groups} set={points => setCurves(before => ({ ...before, [job.id]: points }))} />)}
-      <div class="charts">{groups.map(group => <Overlaid key={group.mean} group={group} all={all} look={look} />)}</div>
+      <div class="charts several">{groups.map(group => <Overlaid key={group.mean} group={group} all={all} look={look} />)}</div>
       <div class="bar"><h2>Specs</h2><label class="inline"><input type="checkbox" checked={only} onChange={e => show(e.currentTarget.checked)} /> only what differs</label></div>
       <Difference jobs={jobs} only={only} />
     </>

@@ -17,7 +17,7 @@ export function Diagnosis({ job }: { job: JobView }) {
   if (!found) return null;
   const parts = (Object.entries(found.loop_s) as [IdleCause, number][]).sort((a, b) => b[1] - a[1]);
   return (
-    <section class="card" aria-label="Diagnosis">
+    <section class="card wide" aria-label="Diagnosis">
       <div class="bar">
         <h2>{found.bottleneck ? `Slowed down by: ${found.bottleneck.replaceAll("_", " ")}` : "Nothing slows it down much"}</h2>
         <small>steps {found.from_step} to {found.to_step}, {duration(found.step_s)} each{found.from_spans ? "" : "; no spans are kept, so it rests on step metrics alone"}</small>
@@ -28,7 +28,7 @@ export function Diagnosis({ job }: { job: JobView }) {
       <p class="key">{parts.slice(0, 6).map(([cause, seconds]) => (
         <span key={cause}><i style={{ background: `var(--${IDLE_COLORS[cause]})` }} />{cause === "trainer" ? "training" : cause.replaceAll("_", " ")} {duration(seconds)}</span>
       ))}</p>
-      {found.findings.map(each => <Finding key={each.bottleneck} of={each} />)}
+      <div class="findings">{found.findings.map(each => <Finding key={each.bottleneck} of={each} />)}</div>
     </section>
   );
 }

@@ -54,7 +54,7 @@ export function Job({ id, tab, more }: { id: string; tab: string; more: string[]
       <nav class="tabs" aria-label="Parts of the job">
         {TABS.map(each => <a key={each} href={link("job", id, each)} aria-current={each === tab ? "page" : undefined}>{each}</a>)}
       </nav>
-      {tab === "metrics" && <Metrics job={job} last={last} />}
+      {tab === "metrics" && <Metrics job={job} last={last} events={events} />}
       {tab === "timeline" && <Timeline key={more[0]} job={job} step={numberIn(more[0])} />}
       {tab === "samples" && <Samples key={more[0]} job={job} step={more[0]} />}
       {tab === "records" && <Records job={job} events={events} />}

@@ -4,10 +4,12 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 
 import { get } from "../api";
 import { groupsOf, lineOf, mainOf, useCurves, useInView, type Group, type Points, type Zoom } from "../curves";
-import { Chart, type Axis } from "../parts/chart";
+import { Chart, type Axis, type Mark } from "../parts/chart";
 import { Choice, Empty } from "../parts/small";
-import type { JobView, MetricView, StepMetrics } from "../rest";
-import { problem, useKept, useSettled } from "../state";
+import { saveMetrics } from "../export";
+import { marksOf } from "../marks";
+import type { Event, JobView, MetricView, StepMetrics } from "../rest";
+import { printAll, problem, useKept, useSettled } from "../state";
 import { Distributions } from "./distributions";
 
 const AXES: readonly Axis[] = ["step", "time", "tokens"];
@@ -32,7 +34,7 @@ export function LookBar({ look, set }: { look: Look; set: (look: Look) => void }
 const ofRow = (row: StepMetrics | null): MetricView[] =>
   Object.keys(row?.values ?? {}).map(key => ({ key, section: "", unit: "", meaning: "" }));
 
-export function Metrics({ job, last }: { job: JobView; last: StepMetrics | null }) {
+export function Metrics({ job, last, events }: { job: JobView; last: StepMetrics | null; events: Event[] }) {
   const [metrics, setMetrics] = useState<MetricView[] | null>(null);
   const [look, setLook] = useKept<Look>("metrics.look", PLAIN_LOOK);
   const [typed, search] = useState("");
@@ -50,6 +52,7 @@ export function Metrics({ job, last }: { job: JobView; last: StepMetrics | null 
     }
     return [...found].filter(([, own]) => own.length);
   }, [metrics, text, metrics ? null : last]);
+  const marks = useMemo(() => (points ? marksOf(events, points, look.axis) : []), [events, points, look.axis]);
   if (metrics && !metrics.length) return <Empty>No step is trained yet.</Empty>;
   const zoomed = (first: number, last: number) => points && last > first && setZoom({ first: points.steps[first], last: points.steps[last] });
   return (
@@ -57,6 +60,10 @@ export function Metrics({ job, last }: { job: JobView; last: StepMetrics | null 
       <div class="bar">
         <input type="search" aria-label="Search metrics" placeholder="Search metrics" value={typed} onInput={e => search(e.currentTarget.value)} />
         <LookBar look={look} set={setLook} />
+        <span class="buttons">
+          <button type="button" title="All metrics of all steps as a CSV file" onClick={() => saveMetrics(job).catch(problem)}>CSV</button>
+          <button type="button" title="Draws every open chart, then prints" onClick={printAll}>print</button>
+        </span>
         {zoom && <button type="button" onClick={() => setZoom(null)}>steps {zoom.first} to {zoom.last} ×</button>}
       </div>
       {metrics && !sections.length && <Empty>No metric matches.</Empty>}
@@ -64,7 +71,7 @@ export function Metrics({ job, last }: { job: JobView; last: StepMetrics | null 
         <Fragment key={name}>
           <details open={name === MAIN || Boolean(text)}>
             <summary><h2>{name}</h2> <small>{groups.length}</small></summary>
-            <Charts groups={groups} {...{ points, want, look, zoomed }} reset={() => setZoom(null)} />
+            <Charts groups={groups} {...{ points, want, look, zoomed, marks }} reset={() => setZoom(null)} />
           </details>
           {name === MAIN && <Distributions job={job.id} step={job.step} zoom={zoom} />}
         </Fragment>
@@ -74,14 +81,14 @@ export function Metrics({ job, last }: { job: JobView; last: StepMetrics | null 
 }
 
 interface ChartsProps {
-  groups: Group[]; points: Points | null; look: Look;
+  groups: Group[]; points: Points | null; look: Look; marks: Mark[];
   want: (group: Group, wanted: boolean) => void; zoomed: (first: number, last: number) => void; reset: () => void;
 }
 function Charts({ groups, ...rest }: ChartsProps) {
   return <div class="charts">{groups.map(group => <OneChart key={group.mean} group={group} {...rest} />)}</div>;
 }
 
-function OneChart({ group, points, look, want, zoomed, reset }: Omit<ChartsProps, "groups"> & { group: Group }) {
+function OneChart({ group, points, look, marks, want, zoomed, reset }: Omit<ChartsProps, "groups"> & { group: Group }) {
   const [element, seen] = useInView<HTMLDivElement>();
   useEffect(() => {
     if (!seen) return undefined;
@@ -93,7 +100,7 @@ function OneChart({ group, points, look, want, zoomed, reset }: Omit<ChartsProps
   return (
     <div ref={element} class="card">
       {seen && points && has
-        ? <Chart {...group} {...look} group="job" lines={lines} xs={xsOf(points, look.axis)} onZoom={zoomed} onReset={reset} />
+        ? <Chart {...group} {...look} group="job" marks={marks} lines={lines} xs={xsOf(points, look.axis)} onZoom={zoomed} onReset={reset} />
         : <figure class="chart waiting"><figcaption><b>{group.title}</b></figcaption></figure>}
     </div>
   );

@@ -1,7 +1,8 @@
 /* The samples of a job: one row a group; of one group its answers, rewards and tokens. */
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 
 import { get, query } from "../api";
+import { saveGroups } from "../export";
 import { figure, oneLine, signed } from "../format";
 import { VirtualList } from "../parts/list";
 import { Choice, Empty } from "../parts/small";
@@ -50,6 +51,8 @@ function useGroups(job: string, filter: Filter, step: number) {
 
 const nameOf = (group: GroupView) => `${group.step} ${group.purpose} ${group.prompt_id}`;
 const rewards = (group: GroupView) => group.samples.map(sample => sample.reward).filter((reward): reward is number => reward !== null);
+/* The greatest reward of all groups that are loaded: what a full dot stands for. */
+const greatestOf = (groups: GroupView[]) => Math.max(0, ...groups.flatMap(rewards));
 const mean = (values: number[]) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
 
 export function Samples({ job, step = "" }: { job: JobView; step?: string }) {
@@ -58,6 +61,7 @@ export function Samples({ job, step = "" }: { job: JobView; step?: string }) {
   const [chosen, choose] = useState<GroupView | null>(null);
   const [beside, putBeside] = useState<GroupView | null>(null);
   const shown = chosen ?? groups[0] ?? null;
+  const greatest = useMemo(() => greatestOf(groups), [groups]);
   const text = (name: keyof Filter, label: string, width: number) => (
     <label class="inline">{label}
       <input type="text" style={{ width: `${width}px` }} value={filter[name]} onInput={e => set({ ...filter, [name]: e.currentTarget.value.trim() })} />
@@ -76,6 +80,7 @@ export function Samples({ job, step = "" }: { job: JobView; step?: string }) {
         <input type="search" aria-label="Search prompts and answers" placeholder="Search text" value={filter.text} onInput={e => set({ ...filter, text: e.currentTarget.value })} />
         <Choice label="Purpose" of={PURPOSES} chosen={filter.purpose} choose={purpose => set({ ...filter, purpose })} />
         {text("step", "step", 64)}{text("least", "reward from", 52)}{text("greatest", "to", 52)}{text("data_source", "source", 100)}{text("member", "member", 130)}
+        <button type="button" title="The groups that are listed, as a file of JSON lines" disabled={!groups.length} onClick={() => saveGroups(job, groups)}>JSONL</button>
         <small role="status">{busy ? "looking…" : `${figure(groups.length)}${next === null ? "" : "+"} groups`} of {figure(total)} samples</small>
       </div>
       {!groups.length && !busy && <Empty>{total ? "No group matches." : "There are no samples yet."}</Empty>}
@@ -84,7 +89,7 @@ export function Samples({ job, step = "" }: { job: JobView; step?: string }) {
           <div class="side" onKeyDown={move}>
             <VirtualList count={groups.length} rowHeight={ROW} label="Groups" role="listbox" onEnd={more} class="groups" row={index => {
               const group = groups[index], active = shown !== null && nameOf(group) === nameOf(shown);
-              return <GroupRow key={nameOf(group)} group={group} active={active} choose={() => choose(group)} />;
+              return <GroupRow key={nameOf(group)} group={group} greatest={greatest} active={active} choose={() => choose(group)} />;
             }} />
           </div>
         )}
@@ -100,25 +105,26 @@ export function Samples({ job, step = "" }: { job: JobView; step?: string }) {
   );
 }
 
-function GroupRow({ group, active, choose }: { group: GroupView; active: boolean; choose: () => void }) {
+interface GroupRowProps { group: GroupView; greatest: number; active: boolean; choose: () => void }
+function GroupRow({ group, greatest, active, choose }: GroupRowProps) {
   const found = rewards(group), first = group.samples[0];
   return (
     <div class="row group" role="option" aria-selected={active} style={{ height: `${ROW}px` }} onClick={choose}>
       <div class="what">
-        <b>{oneLine(first.prompt).slice(-160) || group.prompt_id}</b>
+        <b title={first.question}>{oneLine(first.question || first.prompt).slice(0, 300) || group.prompt_id}</b>
         <small>step {group.step} · {group.purpose}{group.data_source && ` · ${group.data_source}`} · {group.samples.length} answers</small>
       </div>
-      <div class="dots" aria-hidden="true">{group.samples.slice(0, 16).map((sample, at) => <Dot key={at} sample={sample} all={found} />)}</div>
+      <div class="dots" aria-hidden="true">{group.samples.slice(0, 16).map((sample, at) => <Dot key={at} sample={sample} greatest={greatest} />)}</div>
       <div class="number"><b>{figure(mean(found))}</b><small>reward</small></div>
     </div>
   );
 }
 
-/* A reward as a dot, darker for a higher one in its group. */
-function Dot({ sample, all }: { sample: SampleView; all: number[] }) {
+/* A reward as a dot: empty for 0 or less, else fuller for a higher one, by the greatest of all groups that are loaded. */
+function Dot({ sample, greatest }: { sample: SampleView; greatest: number }) {
   if (sample.reward === null) return <i class="dot none" />;
-  const least = Math.min(...all), spread = Math.max(...all) - least;
-  return <i class="dot" style={{ opacity: spread > 0 ? 0.15 + (0.85 * (sample.reward - least)) / spread : 0.5 }} />;
+  if (sample.reward <= 0 || greatest <= 0) return <i class="dot zero" />;
+  return <i class="dot" style={{ opacity: 0.25 + (0.75 * sample.reward) / greatest }} />;
 }
 
 const SHOWS = ["text", "tokens"] as const;

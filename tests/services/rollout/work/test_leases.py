@@ -40,6 +40,7 @@ def test_a_lease_becomes_a_group_with_everything_in_it(tied_model: Path) -> None
     assert (group.job_id, group.prompt_id, group.purpose) == ("job-test", "0-7", common_pb2.PURPOSE_TRAIN)
     assert (group.data_source, group.engine, json.loads(group.ground_truth)) == ("test", "transformers", {"answer": 1})
     assert group.prompt_text == "<|im_start|>user\nquestion 7<|im_end|>\n<|im_start|>assistant\n"
+    assert group.question == "question 7"
     prompt = unpack_tokens(group.prompt_tokens)
     assert byte_tokenizer().decode(prompt.tolist()) == group.prompt_text
     assert group.generate_s > 0
