@@ -3,11 +3,14 @@
 import asyncio
 from typing import Any
 
+from millrace.errors import PublicationFailed
 from millrace.ids import Version
 from services.rollout.engine import VersionSpan
 
-SETTLE_S = 1.0
-"""How long outputs may take to be counted once their engine has paused."""
+SETTLE_S = 10.0
+"""Seconds that outputs may take to be counted once their engine has paused. It takes milliseconds."""
+AT_ONCE_S = 0.1
+"""Seconds for which every turn of the event loop is looked at; then it is looked at every 10 ms."""
 
 
 class VersionMarks:
@@ -46,17 +49,19 @@ class VersionMarks:
         self._ended.pop(request_id, None)
 
     async def swapped(self, version: Version) -> None:
-        """Marks all requests in flight, of an AsyncLLM that is paused: no token is sampled.
+        """Marks all requests in flight, of an AsyncLLM that is paused: no token is sampled. Raises PublicationFailed if
+        their tokens are not counted in time: their versions would be guessed.
 
         The answer to the order to pause came after all outputs on the same socket, so they are in AsyncLLM's queue.
         What is waited for here is that their tokens are counted, and that every request that vLLM has finished has
         called `ended`: some turns of the event loop, without a message.
         """
-        began = asyncio.get_running_loop().time()
+        clock = asyncio.get_running_loop().time
+        began = clock()
         while not (self._all_counted() and self._marks.keys() <= self._counts().keys()):
-            if asyncio.get_running_loop().time() - began > SETTLE_S:
-                break
-            await asyncio.sleep(0)
+            if (waited_s := clock() - began) > SETTLE_S:
+                raise self._unsettled(version)
+            await asyncio.sleep(0 if waited_s < AT_ONCE_S else 0.01)
         counts = self._counts()
         for request_id, marks in self._marks.items():
             count = counts.get(request_id, 0)
@@ -69,6 +74,14 @@ class VersionMarks:
         marks = [(v, start) for v, start in self._ended[request_id] if start < tokens]
         ends = [start for _, start in marks[1:]] + [tokens]
         return tuple(VersionSpan(v, start, end) for (v, start), end in zip(marks, ends, strict=True))
+
+    def _unsettled(self, version: Version) -> PublicationFailed:
+        missing = self._marks.keys() - self._counts().keys()
+        state = f"{len(missing)} of {len(self._marks)} requests in flight are unknown to vLLM"
+        if not self._all_counted():
+            state = "vLLM's outputs are not all counted"
+        what = f"version {version}: {state} {SETTLE_S:g} s after generation was paused: no token can be labelled."
+        return PublicationFailed(what, "the version is published again; if it happens again, use a newer vLLM.")
 
     def _all_counted(self) -> bool:
         return self._counted and bool(self._client.outputs_queue.empty())

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from millrace.errors import PublicationFailed
 from millrace.ids import Version
 from services.rollout.engine import VersionSpan
+from services.rollout.engines.vllm import versions
 from services.rollout.engines.vllm.versions import VersionMarks
 
 
@@ -108,6 +110,24 @@ def test_tokens_still_on_their_way_when_the_engine_paused_are_counted(turns: int
     engine.while_handling(marks.swapped(Version(2)))
     marks.ended("a")
     assert marks.spans("a", 8) == spans((1, 0, 5), (2, 5, 8))
+
+
+@pytest.mark.parametrize(
+    ("counts", "why"), [(({"b": 3},), "1 of 2 requests"), (({"a": 1, "b": 3}, {"b": 4}), ".* not all counted")]
+)
+def test_tokens_that_are_never_counted_fail_the_publication(
+    counts: tuple[dict[str, int], ...], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "SETTLE_S", 0.05)
+    marks = VersionMarks()
+    for name in "ab":
+        marks.began(name, Version(1))
+    PausedEngine(marks, *counts)  # nobody handles its outputs
+    with pytest.raises(PublicationFailed, match=f"^version 2: {why}"):
+        asyncio.run(marks.swapped(Version(2)))
+    for name in "ab":
+        marks.ended(name)
+        assert marks.spans(name, 5) == spans((1, 0, 5))
 
 
 def test_a_forgotten_request_has_no_spans() -> None:
