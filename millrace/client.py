@@ -214,18 +214,18 @@ class Client:
         if self._http is None:
             import httpx
 
+            from millrace.wire.reach import may_take_proxy
+
             secret = self._secret()
             try:
                 address = urlsplit(self.url)
                 if address.scheme not in ("http", "https"):
                     raise ValueError("does not begin with http:// or https://")
-                # Proxies of the environment are for other hosts: a local stack is always reached directly.
-                local = address.hostname in ("localhost", "127.0.0.1", "::1")
                 self._http = httpx.Client(
                     base_url=self.url,
                     headers={"Authorization": f"Bearer {secret}"} if secret else {},
                     timeout=self._timeout_s,
-                    trust_env=not local,
+                    trust_env=may_take_proxy(self.url),
                 )
             except (ValueError, httpx.InvalidURL) as error:
                 fix = f"give an address like {DEFAULT_URL} with --url or MILLRACE_URL."

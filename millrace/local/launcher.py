@@ -23,6 +23,7 @@ import psutil
 import structlog
 
 from millrace.local.restarts import Restarts
+from millrace.local.sockets import short_sockets
 from millrace.wire.membership import DRAINED_FILE, LIFE_FILE
 
 log = structlog.get_logger(__name__)
@@ -39,6 +40,7 @@ launcher of the service has ended."""
 
 def fork_from(*modules: str) -> None:
     """The modules that are imported before a process is forked. Call it before the first one is."""
+    short_sockets()
     FORKING.set_forkserver_preload(list(modules))
 
 

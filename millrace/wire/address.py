@@ -1,6 +1,5 @@
 """Addresses: how others reach this host, where a server listens, and who may reach a server without a token."""
 
-import ipaddress
 import os
 import socket
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ import typer
 
 from millrace.errors import InvalidState
 from millrace.wire.channel import token
+from millrace.wire.reach import is_loopback
 
 log = structlog.get_logger(__name__)
 EVERYWHERE = "0.0.0.0"
@@ -65,14 +65,6 @@ def host_name() -> str:
     every other host."""
     host = host_address()
     return socket.gethostname() if is_loopback(host) else host
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this host reaches a server that listens at `host`."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def bind_address(host: str) -> str:

@@ -26,6 +26,7 @@ PROTOCOL_VERSION = 1
 """Two services talk to each other only if theirs are equal. Raised with every change of meaning on the wire."""
 
 OPTIONS = [
+    ("grpc.enable_http_proxy", 0),  # by default http_proxy counts, for the loopback too
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 20_000),

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import tempfile
 import threading
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from millrace.errors import Unavailable
+from millrace.local.sockets import LONGEST, short_root
 from services.coordinator.store.connection import is_closed_transport
 
 log = structlog.get_logger(__name__)
@@ -27,8 +27,6 @@ STOP_S = 30.0
 RESTARTS = 5
 """A redis-server that ends more often than this within RESTARTS_WITHIN_S is not started again."""
 RESTARTS_WITHIN_S = 60.0
-LONGEST_SOCKET_PATH = 100
-"""Bytes. Linux allows 108."""
 
 
 class RedisServer:
@@ -47,6 +45,8 @@ class RedisServer:
         """Raises Unavailable where there is no redis-server or it does not start."""
         executable = _executable()
         self._folder.mkdir(parents=True, exist_ok=True)
+        if self._socket.parent != self._folder.absolute():
+            _make_private(self._socket.parent)
         await self._replace_previous()
         settings = {
             "port": "0",
@@ -130,6 +130,9 @@ class RedisServer:
                 await self._process.wait()
         except TimeoutError:
             await self._kill()
+        if self._socket.parent != self._folder.absolute():
+            with contextlib.suppress(OSError):
+                self._socket.parent.rmdir()
 
     async def _kill(self) -> None:
         assert self._process is not None
@@ -187,16 +190,20 @@ def _executable() -> str:
 
 
 def _socket(folder: Path) -> Path:
-    """A socket in the folder, or in a private temporary folder where that path is too long for a socket."""
+    """A socket in the folder, or in a private folder of its own where that path is too long for a socket."""
     path = folder.absolute() / "redis.sock"
-    if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
+    if len(os.fsencode(path)) <= LONGEST:
         return path
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-    short = Path(tempfile.gettempdir()) / f"millrace-{os.getuid()}-{digest}"
-    short.mkdir(mode=0o700, exist_ok=True)
-    if short.stat().st_uid != os.getuid() or short.stat().st_mode & 0o077:
+    short = short_root() / f"millrace-{os.getuid()}-{digest}"
+    return short / "redis.sock"
+
+
+def _make_private(folder: Path) -> None:
+    """The folder of a socket outside the state folder. Raises Unavailable where it is not private."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid() or folder.lstat().st_mode & 0o077:
         raise Unavailable(
-            f"{short} belongs to another user, or others may use it.",
+            f"{folder} belongs to another user, or others may use it.",
             "remove it, or use a state folder with a shorter path.",
         )
-    return short / "redis.sock"

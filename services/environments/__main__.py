@@ -6,17 +6,18 @@ the variable ENVIRONMENT_TOKEN has to hold a secret, which replicas send.
 """
 
 import argparse
-import ipaddress
 import json
 import os
 import sys
 from pathlib import Path
 
+from millrace.wire.reach import is_loopback
+
 
 def main() -> None:
     asked = _arguments()
     secret = os.environ.get("ENVIRONMENT_TOKEN", "")
-    if asked.command == "serve" and not secret and not asked.insecure and not _is_own(asked.host):
+    if asked.command == "serve" and not secret and not asked.insecure and not is_loopback(asked.host):
         sys.exit(
             f"--host: {asked.host}: other hosts can reach it, and ENVIRONMENT_TOKEN is not set. "
             "Fix: set it to a secret here and on the replicas, or give --insecure."
@@ -50,13 +51,6 @@ def _arguments() -> argparse.Namespace:
     for command in (serve, tasks):
         command.add_argument("config", type=Path, help="JSON file with verifiers' env block")
     return parser.parse_args()
-
-
-def _is_own(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from verifiers.v1.configs.client import TrainClientConfig
 from verifiers.v1.types import SamplingConfig
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
+from millrace.wire.reach import past_proxies
 from services.environments.messages import Asked, Branch, Told
 
 LONGEST_ERROR = 500
@@ -67,6 +69,7 @@ class Environment:
 
 def _context(asked: Asked) -> ModelContext:
     """The replica's endpoint, as verifiers takes it."""
+    os.environ.update(past_proxies(asked.url, os.environ))
     client = TrainClientConfig(
         base_url=f"{asked.url}/v1",
         api_key_var="MILLRACE_SESSION_KEY",  # not set: the header has the key

@@ -16,6 +16,7 @@ from millrace.engines import ENGINE_NAMES
 from millrace.errors import MillraceError
 from millrace.garbage import collect_rarely
 from millrace.ids import MemberId, new_member_id
+from millrace.local.sockets import remove_sockets, short_sockets
 from millrace.spec.pool import ROLLOUT
 from millrace.telemetry import logs
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsEndpoint, MetricsPortOption
@@ -144,6 +145,7 @@ def main(
             set_network_environment()
         port = place.own_port(port) if place is not None else port
         times, ports = (patience_s, drain_s, stall_s), (metrics_port, sessions_port)
+        short_sockets()
         where = (host_address(), port, *times, place, node_lost_s, *ports, pool)
         options = Options(coordinator, engine, found.release, *where)
     except MillraceError as error:
@@ -182,6 +184,7 @@ async def _process(member_id: MemberId, options: Options) -> NoReturn:
 def _end(status: int) -> NoReturn:
     try:
         kill_descendants()
+        remove_sockets()
         export.flush()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -49,13 +49,14 @@ def test_the_environment_host_starts_when_asked_for_and_holds_nothing_of_the_ser
     assert list(host["environment"]) == ["ENVIRONMENT_TOKEN"], "the code of others does not get the services' token"
     assert SERVICES["rollout"]["environment"]["ENVIRONMENT_TOKEN"] == host["environment"]["ENVIRONMENT_TOKEN"]
     recipe = (DEPLOY / "environments.Dockerfile").read_text()
-    copied = re.findall(r"^COPY (\S+)", recipe, re.MULTILINE)
-    assert copied == ["deploy/wheels", "services/__init__.py", "services/environments"]
+    copied = [word for line in re.findall(r"^COPY (.+) \S+$", recipe, re.MULTILINE) for word in line.split()]
+    shared = ["millrace/__init__.py", "millrace/wire/__init__.py", "millrace/wire/reach.py"]
+    assert copied == ["deploy/wheels", *shared, "services/__init__.py", "services/environments"]
     (command,) = re.findall(r"^CMD (\[.*\])$", recipe, re.MULTILINE)
     told = [word for word in host["command"] if not word.startswith("${")]
     assert told == [word for word in json.loads(command) if word != "/data/env.json"]
     (port,) = re.findall(r"^EXPOSE (\d+)$", recipe, re.MULTILINE)
-    assert command.endswith(f'"--port", "{port}"]') and f"http://127.0.0.1:{port}/health" in recipe
+    assert command.endswith(f'"--port", "{port}"]') and f"'127.0.0.1', {port}, timeout=4" in recipe
 
 
 def test_images_and_make_install_the_same_release_of_verifiers() -> None:

@@ -7,7 +7,8 @@ import psutil
 import pytest
 
 from millrace.errors import InvalidState
-from millrace.wire.address import advertise, bind_address, interface_of, is_loopback, require_token
+from millrace.wire.address import advertise, bind_address, interface_of, require_token
+from millrace.wire.reach import is_loopback
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"])

@@ -15,6 +15,7 @@ from mcp.types import CallToolResult, TextContent, Tool
 from millrace.environments.host import LONGEST_RESULT
 from millrace.sandbox.command import Limits, sandboxed
 from millrace.spec.environment import McpServer
+from millrace.wire.reach import may_take_proxy
 from services.rollout.environments.environment import Called
 from services.rollout.user_process.process import passed_environment
 
@@ -128,8 +129,10 @@ class Connection:
             if variable not in os.environ:
                 raise Unreachable(f"the replica has no environment variable {variable}")
             headers = {"Authorization": f"Bearer {os.environ[variable]}"}
-        http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=self._call_s))
-        return Client(streamable_http_client(self._server.url, http_client=http), cache=None)
+        url = self._server.url
+        client = httpx2.AsyncClient(headers=headers, timeout=self._call_s, trust_env=may_take_proxy(url))
+        http = await stack.enter_async_context(client)
+        return Client(streamable_http_client(url, http_client=http), cache=None)
 
 
 @asynccontextmanager

@@ -21,6 +21,7 @@ from millrace.environments.built_in import FIELD, OpenEnv
 from millrace.environments.host import LONGEST_RESULT
 from millrace.errors import Unavailable, refused
 from millrace.rewards.outcome import fits
+from millrace.wire.reach import may_take_proxy
 from services.rollout.environments.environment import Called, EnvironmentFailed, Message, Session, messages_of
 
 CONNECT_S = 30.0
@@ -91,7 +92,7 @@ class OpenEnvServer:
     async def _action_schema(self) -> dict[str, Any]:
         url = f"{self._options.url.rstrip('/')}/schema"
         try:
-            async with httpx.AsyncClient(timeout=CONNECT_S) as client:
+            async with httpx.AsyncClient(timeout=CONNECT_S, trust_env=may_take_proxy(url)) as client:
                 answer = await client.get(url)
                 answer.raise_for_status()
                 schema = answer.json()["action"]
@@ -184,7 +185,9 @@ class _Session:
         while True:
             address = "ws" + self._options.url.rstrip("/").removeprefix("http") + "/ws"
             try:
-                self._socket = await connect(address, open_timeout=CONNECT_S, max_size=LONGEST_MESSAGE)
+                self._socket = await connect(
+                    address, open_timeout=CONNECT_S, max_size=LONGEST_MESSAGE, proxy=may_take_proxy(address) or None
+                )
                 return await self._ask("reset", parameters)
             except Refused as error:
                 if error.code != CAPACITY:

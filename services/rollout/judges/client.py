@@ -77,6 +77,7 @@ class JudgeClient:
             headers={"Authorization": f"Bearer {place.key}"} if place.key else {},
             timeout=judge.timeout_s,
             limits=httpx.Limits(max_connections=judge.max_concurrent),
+            trust_env=place.may_take_proxy,
         )
         self._slots = asyncio.Semaphore(judge.max_concurrent)
 

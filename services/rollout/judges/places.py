@@ -10,6 +10,7 @@ from typing import Protocol
 
 from millrace.spec.judge import Judge
 from millrace.wire.channel import token
+from millrace.wire.reach import may_take_proxy
 from services.rollout.pools.client import PoolClient
 from services.rollout.pools.members import PoolMembers
 
@@ -24,6 +25,8 @@ class JudgePlace(Protocol):
     """The model that they name."""
     key: str
     """The key that comes with them; empty: none."""
+    may_take_proxy: bool
+    """Whether they go through a proxy that the environment names."""
 
     def taken(self) -> AbstractAsyncContextManager[str]:
         """The base URL for one request, for as long as that lasts. Waits while nobody could answer."""
@@ -40,6 +43,7 @@ class JudgeUrl:
         self._url = (judge.url or "").rstrip("/")
         self.model = judge.model or ""
         self.key = os.environ[judge.api_key_env] if judge.api_key_env is not None else ""
+        self.may_take_proxy = may_take_proxy(self._url)
 
     def taken(self) -> AbstractAsyncContextManager[str]:
         """See `JudgePlace`."""
@@ -58,6 +62,7 @@ class JudgePool:
         self._failed_at: dict[str, float] = {}
         self.model = members.pool
         self.key = token()
+        self.may_take_proxy = False
 
     @asynccontextmanager
     async def taken(self) -> AsyncIterator[str]:

@@ -126,7 +126,7 @@ class HostedEpisodes:
         """Waits until the host answers, as long as an episode may take. Raises EnvironmentFailed."""
         wait_s, limit_s, url = FIRST_WAIT_S, self.environment.episode_s, f"{self.options.url.rstrip('/')}/health"
         try:
-            async with asyncio.timeout(limit_s), httpx.AsyncClient(timeout=CONNECT_S) as client:
+            async with asyncio.timeout(limit_s), httpx.AsyncClient(timeout=CONNECT_S, trust_env=False) as client:
                 while True:
                     try:
                         (await client.get(url)).raise_for_status()
@@ -167,7 +167,7 @@ class HostedEpisodes:
         url, limits = f"{self.options.url.rstrip('/')}/episodes", httpx.Timeout(None, connect=CONNECT_S)
         parts, size = [], 0
         async with (
-            httpx.AsyncClient(timeout=limits) as client,
+            httpx.AsyncClient(timeout=limits, trust_env=False) as client,
             client.stream("POST", url, content=json.dumps(asked), headers=headers) as answer,
         ):
             answer.raise_for_status()

@@ -25,6 +25,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import structlog
 
 from millrace.errors import Unavailable
+from millrace.local.sockets import short_root
 from millrace.wire.address import bind_address
 from services.rollout.weights.worker_messages import (
     Introduction,
@@ -78,7 +79,7 @@ class WorkerRpc:
             self._secret = secrets.token_hex(16)
             self._server = await asyncio.start_server(self._accept, bind_address(host), 0)
             return f"{TCP}{self._secret}@{host}:{self._server.sockets[0].getsockname()[1]}"
-        self._folder = tempfile.TemporaryDirectory(prefix="millrace-")  # open to its owner only
+        self._folder = tempfile.TemporaryDirectory(prefix="millrace-", dir=short_root())  # open to its owner only
         path = str(Path(self._folder.name) / "workers")
         self._server = await asyncio.start_unix_server(self._accept, path)
         return path

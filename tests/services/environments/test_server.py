@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
-from services.environments.__main__ import _is_own
+from services.environments import server
 from services.environments.messages import Asked, Branch, Told
 from services.environments.server import Desk, application
 
 FOLDER = Path(__file__).parents[3] / "services/environments"
 ALLOWED = {*sys.stdlib_module_names, "starlette", "uvicorn", "verifiers"}
+SHARED = "millrace.wire.reach"
 REQUEST: dict[str, Any] = {
     "task": {"idx": 0},
     "url": "http://replica/sessions/x",
@@ -28,14 +31,15 @@ REQUEST: dict[str, Any] = {
 
 
 def test_the_host_needs_nothing_of_the_other_services_and_no_other_library() -> None:
-    files = list(FOLDER.glob("*.py"))
-    assert len(files) > 3
+    files = [*FOLDER.glob("*.py"), FOLDER.parents[1] / f"{SHARED.replace('.', '/')}.py"]
+    assert len(files) > 4
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             for name in names:
-                assert name.startswith("services.environments.") or name.partition(".")[0] in ALLOWED, (file, name)
+                own = name == SHARED or name.startswith("services.environments.")
+                assert own or name.partition(".")[0] in ALLOWED, (file, name)
 
 
 class Waiting:
@@ -93,8 +97,8 @@ def test_an_episode_ends_with_its_caller() -> None:
             def __init__(self) -> None:
                 self.headers = dict[str, str]()
 
-            async def json(self) -> Any:
-                return REQUEST
+            async def stream(self) -> AsyncIterator[bytes]:
+                yield json.dumps(REQUEST).encode()
 
             async def receive(self) -> dict[str, str]:
                 await environment.begun.wait()
@@ -108,15 +112,18 @@ def test_an_episode_ends_with_its_caller() -> None:
     asyncio.run(scenario())
 
 
-def test_a_caller_needs_the_token_and_a_whole_request() -> None:
+def test_a_caller_needs_the_token_and_a_whole_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with client(Waiting(), "secret") as http:
             for header in ({}, {"authorization": "Bearer other"}):
                 assert (await http.post("/episodes", json=REQUEST, headers=header)).status_code == 401
             header = {"authorization": "Bearer secret"}
-            for body in (b"{", b"[]", b'{"task": {}}'):
+            deep = b"[" * 100_000 + b"]" * 100_000
+            for body in (b"{", b"[]", b'{"task": {}}', b"\xff", deep, b'{"task": ' + deep + b"}"):
                 reply = await http.post("/episodes", content=body, headers=header)
                 assert reply.status_code == 400 and reply.json()["error"]
+            monkeypatch.setattr(server, "LARGEST_BODY", 1 << 20)
+            reply = await http.post("/episodes", content=b" " * (2 << 20), headers=header)
+            assert reply.status_code == 413 and reply.json()["error"] == "the body has more than 1 MiB"
 
     asyncio.run(scenario())
-    assert [_is_own(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "host")] == [True] * 3 + [False] * 2

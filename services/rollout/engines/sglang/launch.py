@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 
 from millrace.errors import InvalidJob, Unavailable
+from millrace.local.sockets import short_temporary_folder
 from millrace.spec import JobSpec
 from millrace.telemetry import logs
 from services.rollout.engines.adapter import adapter_shape
@@ -28,7 +29,8 @@ def start_engine(spec: JobSpec, start: EngineStart | None) -> Any:
         run_scheduler_process_func = staticmethod(run_scheduler_process)
 
     try:
-        with logs.root_logger_restored():
+        # SGLang's sockets have names of tempfile's.
+        with logs.root_logger_restored(), short_temporary_folder():
             engine = ReplicaEngine(**sglang_options.server_arguments(spec, adapter_shape(spec), start))
     except (ValueError, TypeError, OSError, AssertionError) as error:
         what = f"SGLang refused model.path {spec.model.path} with rollout.engine_options: {error}."

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from millrace.errors import InvalidJob
 from millrace.spec.environment import Agent
 from millrace.spec.model import Reward
+from millrace.wire.reach import past_proxies
 from services.rollout.sessions.commands.endpoint import Endpoint
 from services.rollout.sessions.commands.program import FIELD, code_of
 from services.rollout.sessions.commands.worker import LONGEST_TAIL
@@ -122,14 +123,15 @@ def _listener(channel: socket.socket) -> socket.socket:
     return listener
 
 
-async def _plain(command: Sequence[str], env: Mapping[str, str]) -> Ended:
+async def _plain(command: Sequence[str], told: Mapping[str, str]) -> Ended:
     """Runs a command without a sandbox, in a process group that is killed in the end."""
     kept = {name: value for name, value in os.environ.items() if name not in KEPT_BACK}
+    env = {**kept, **past_proxies(told["OPENAI_BASE_URL"], kept), **told}
     # A file, not a pipe: what the command has started may hold a pipe after its end.
     with tempfile.TemporaryFile() as output:
         try:
             process = await asyncio.create_subprocess_exec(
-                *command, env={**kept, **env}, stdin=DEVNULL, stdout=output, stderr=STDOUT, start_new_session=True
+                *command, env=env, stdin=DEVNULL, stdout=output, stderr=STDOUT, start_new_session=True
             )
         except OSError as error:
             raise AgentFailed(f"the command cannot be run: {error.strerror}") from error

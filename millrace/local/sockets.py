@@ -1,0 +1,58 @@
+"""Unix sockets in a folder with a short path.
+
+Linux takes 107 bytes for the path of a socket. TMPDIR, where Python and the engines put theirs, is often longer than
+that on a cluster: Slurm names a folder after user, job and step.
+"""
+
+import contextlib
+import multiprocessing.util
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from millrace.errors import Unavailable
+
+LONGEST = 107
+"""Bytes of a socket's path."""
+LONGEST_NAME = 59
+"""Bytes that are put behind `short_root()`, at most: a private folder, and vLLM's names of 36 characters in it."""
+ROOTS = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def short_root() -> Path:
+    """The folder in which private folders for sockets are made. It follows TMPDIR only if no other one can be written
+    to: a service that is started again with another TMPDIR has to find the sockets of its earlier life. Raises
+    Unavailable if there is none."""
+    for root in (*ROOTS, tempfile.gettempdir()):
+        if len(os.fsencode(root)) + LONGEST_NAME <= LONGEST and os.access(root, os.W_OK | os.X_OK):
+            return Path(root)
+    what = f"TMPDIR: {tempfile.gettempdir()}: is too long for a socket, and {', '.join(ROOTS)} cannot be written to."
+    raise Unavailable(what, f"set TMPDIR to a folder whose path has at most {LONGEST - LONGEST_NAME} bytes.")
+
+
+def short_sockets() -> Path:
+    """From now on the sockets of multiprocessing (the fork server's too) and of vLLM lie in a short and private folder,
+    those of all processes that this one starts included; answers which. It is removed when this process exits."""
+    with short_temporary_folder():
+        folder = multiprocessing.util.get_temp_dir()  # made once, and told to the processes that are started
+    os.environ.setdefault("VLLM_RPC_BASE_PATH", folder)
+    return Path(folder)
+
+
+def remove_sockets() -> None:
+    """Removes the folder of `short_sockets`, for a process that ends without Python's exit handlers."""
+    if multiprocessing.parent_process() is None:  # otherwise it is the parent's
+        with contextlib.suppress(Unavailable):  # there was none to put it in
+            shutil.rmtree(short_sockets(), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def short_temporary_folder() -> Iterator[None]:
+    """Inside, `tempfile` of this process makes its files in `short_root()`."""
+    before, tempfile.tempdir = tempfile.tempdir, str(short_root())
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
