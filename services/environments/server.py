@@ -8,6 +8,7 @@
 
 import asyncio
 import hmac
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,6 +19,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from services.environments.messages import Asked, Plays, Told
+
+LARGEST_BODY = 16 << 20
+"""Bytes of a request's body: the data of one task, and an address."""
+BODY_S = 60.0
+"""How long a body may take to arrive."""
+
+
+class _TooLarge(Exception):
+    """The body has more than LARGEST_BODY bytes."""
 
 
 class Desk:
@@ -40,9 +50,14 @@ class Desk:
         if self._secret and not hmac.compare_digest(given.encode(), f"Bearer {self._secret}".encode()):
             return JSONResponse({"error": "the token is missing or wrong"}, 401)
         try:
-            asked = Asked.read(await request.json())
-        except (ValueError, TypeError) as error:
-            return JSONResponse({"error": str(error)}, 400)
+            async with asyncio.timeout(BODY_S):
+                asked = Asked.read(json.loads((await _body(request)).decode()))
+        except _TooLarge:
+            return JSONResponse({"error": f"the body has more than {LARGEST_BODY >> 20} MiB"}, 413)
+        except TimeoutError:
+            return JSONResponse({"error": f"the body did not arrive within {BODY_S:g} s"}, 400)
+        except (ValueError, TypeError, RecursionError) as error:
+            return JSONResponse({"error": f"the body cannot be read: {error}"}, 400)
         running = asyncio.create_task(self._run(asked))
         gone = asyncio.create_task(_gone(request))
         try:
@@ -75,6 +90,16 @@ def application(environment: Plays, at_once: int, secret: str) -> Starlette:
         Route("/episodes", desk.episode, methods=["POST"]),
     ]
     return Starlette(routes=routes, lifespan=lifespan)
+
+
+async def _body(request: Request) -> bytes:
+    """The whole body. Raises _TooLarge."""
+    parts, size = [], 0
+    async for part in request.stream():
+        parts.append(part)
+        if (size := size + len(part)) > LARGEST_BODY:
+            raise _TooLarge
+    return b"".join(parts)
 
 
 async def _gone(request: Request) -> None:

@@ -1,12 +1,12 @@
 """Messages of OpenAI's chat format as the chat formats of models take them: content as text, arguments of calls as
 objects."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace.errors import Mistake, wrong_value
 from services.rollout.dialects.refusals import Refused
+from services.rollout.dialects.requests import read_json
 from services.rollout.episode.chat import Message
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -76,6 +76,6 @@ def arguments_of(given: Any) -> Any:
     if not isinstance(given, str):
         return given or {}
     try:
-        return json.loads(given) if given.strip() else {}
+        return read_json(given) if given.strip() else {}
     except (ValueError, RecursionError):
         return given

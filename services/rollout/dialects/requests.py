@@ -51,32 +51,41 @@ async def answered_or_refused(request: Request, answer: Answer, *, anthropic: bo
         return Response(status_code=499)
 
 
-async def body_of(request: Request, model: type[Model]) -> Model:
-    """The body, checked. `request.state.arrived` is set to the time at which its last byte came, on the clock
-    `time.perf_counter`. Raises Refused."""
-    given = await _json(request)
+async def body_of(request: Request, model: type[Model], largest: int = LARGEST_BODY) -> Model:
+    """The body, of at most `largest` bytes, checked. `request.state.arrived` is set to the time at which its last byte
+    came, on the clock `time.perf_counter`. Raises Refused."""
+    given = await _json(request, min(largest, LARGEST_BODY))
     try:
         return model.model_validate(given)
     except ValidationError as error:
         raise Refused.of(explain(error.errors(), model)[0]) from error
 
 
-async def _json(request: Request) -> Any:
+async def _json(request: Request, largest: int) -> Any:
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
                 parts.append(part)
-                if (size := size + len(part)) > LARGEST_BODY:
-                    what = f"the body has more than {LARGEST_BODY >> 20} MiB."
+                if (size := size + len(part)) > largest:
+                    what = f"the body has more than {largest} bytes."
                     raise Refused(Refusals.TOO_LARGE, what, "send a shorter history.")
     except TimeoutError as error:
         raise Refused(Refusals.INVALID, f"the body did not arrive within {BODY_S:g} s.", "send it faster.") from error
     request.state.arrived = time.perf_counter()
     try:
-        return json.loads(b"".join(parts) or b"{}")
+        return read_json(b"".join(parts).decode() or "{}")
     except (ValueError, RecursionError) as error:
         raise Refused(Refusals.INVALID, f"the body is not JSON: {error}.", "send a JSON object.") from error
+
+
+def read_json(text: str) -> Any:
+    """The value that is written in `text`. Raises ValueError, also for half of a surrogate pair, which is no character
+    and no library takes; RecursionError."""
+    given = json.loads(text)
+    if "\\ud" in text or "\\uD" in text:
+        json.dumps(given, ensure_ascii=False).encode()
+    return given
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

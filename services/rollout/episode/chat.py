@@ -59,6 +59,11 @@ class Chat:
         """Number of tokens that the tokenizer knows."""
         return len(self._tokenizer)
 
+    @property
+    def longest_token(self) -> int:
+        """Bytes of the longest token's text, or a few more. Goes over the whole vocabulary."""
+        return max(len(token.encode(errors="replace")) for token in self._tokenizer.get_vocab())
+
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Chat":
         """The same format with other tools. Raises InvalidJob where it cannot read calls of tools although there are
         some."""
@@ -185,8 +190,14 @@ def _call(number: int, parsed: Any) -> dict[str, Any]:
     if parsed.name is None or not (is_plain_text or parsed.status.value in ("ok", "unknown_tool")):
         return call | {"status": parsed.status.value, "raw": parsed.raw}
     given = parsed.arguments if parsed.arguments is not None else {}
-    arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    arguments = given if isinstance(given, str) else _json(given)
     return call | {"function": {"name": parsed.name, "arguments": arguments}}
+
+
+def _json(value: Any) -> str:
+    """As JSON, readable where it can be sent: half of a surrogate pair, which a model may write, is no character."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isascii() or not any("\ud800" <= each <= "\udfff" for each in text) else json.dumps(value)
 
 
 def _refusal(error: Exception) -> BadRow:

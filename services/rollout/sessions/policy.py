@@ -1,9 +1,11 @@
 """What answers in a session: the engine, the chat format with the agent's tools, and the limits of the job."""
 
+import asyncio
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 from millrace.errors import InvalidJob, wrong_value
@@ -17,6 +19,14 @@ from services.rollout.sessions.strands import Strand
 
 MOST_CHATS = 256
 """Sets of tools of which the chat format is kept."""
+MARGIN = 256 << 10
+"""Bytes of text that a request may have beyond those that its tokens can stand for: what a chat template leaves out."""
+ESCAPED = 3
+"""Bytes of JSON for a byte of text, at most: a character of two bytes is written as six."""
+LARGE = 256 << 10
+"""Characters and tokens from which the work on a request is large."""
+MOST_LARGE = 2
+"""Requests of a job on which large work is done at the same time."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,8 @@ class Chats:
 
     def __init__(self, chat: Chat) -> None:
         self.without_tools = chat
+        self.large = asyncio.Semaphore(MOST_LARGE)
+        """Taken for large work in a thread."""
         self._of: OrderedDict[str, Chat] = OrderedDict()
 
     def of(self, tools: Sequence[Mapping[str, Any]]) -> tuple[Chat, str]:
@@ -86,6 +98,11 @@ class Chats:
                 self._of.popitem(last=False)
         self._of.move_to_end(key)
         return self._of[key], key
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token."""
+        return self.without_tools.longest_token
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raises Refused for tokens that the model does not have: an engine may end when it gets one."""
@@ -133,6 +150,11 @@ class Policy:
             max_turn_tokens=limits.max_turn_tokens,
             model=spec.model.path,
         )
+
+    def largest_text(self, sampled: int) -> int:
+        """Bytes of text in a request of a session that has `sampled` tokens so far: more are more tokens than a
+        trajectory has. What was sampled counts once more, as a chat template may leave out what the policy thought."""
+        return MARGIN + (self.longest + sampled) * self.chats.longest_token
 
     def room(self, strand: Strand) -> int:
         """Tokens that the next turn may have."""

@@ -10,7 +10,7 @@
 
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from pydantic import BaseModel, Field
@@ -44,6 +44,7 @@ from services.rollout.sessions.policy import Said
 from services.rollout.sessions.session import Session
 
 log = structlog.get_logger(__name__)
+Body = TypeVar("Body", bound=BaseModel)
 OF_ANTHROPIC = (Api.MESSAGES, Api.COUNT_TOKENS)
 """What Anthropic's clients ask for."""
 
@@ -139,13 +140,13 @@ class Desk:
 
     async def reward(self, request: Request) -> Response:
         """Adds to the reward of the episode, or of one of its turns."""
-        session, body = self._session(request), await body_of(request, Reward)
+        session, body = await self._asked(request, Reward)
         session.reward(body.reward, body.turn)
         return JSONResponse({"id": session.id})
 
     async def end(self, request: Request) -> Response:
         """Ends the episode; its reward may come with it."""
-        session, body = self._session(request), await body_of(request, End)
+        session, body = await self._asked(request, End)
         if body.reward is not None:
             session.reward(body.reward)
         session.end()
@@ -159,7 +160,7 @@ class Desk:
 
     async def chat_completions(self, request: Request) -> Response:
         """A turn, for OpenAI's chat completions."""
-        session, body = self._session(request), await body_of(request, ChatRequest)
+        session, body = await self._asked(request, ChatRequest)
         saying = session.say(body.ask())
         if body.stream:
             events = partial(chat_completions.chunks, body, Speaker.of(session))
@@ -169,7 +170,7 @@ class Desk:
 
     async def responses(self, request: Request) -> Response:
         """A turn, for OpenAI's responses."""
-        session, body = self._session(request), await body_of(request, ResponsesRequest)
+        session, body = await self._asked(request, ResponsesRequest)
         ask = body.ask(session)
         if body.stream:
             events = partial(responses.events, body, session, ask)
@@ -179,7 +180,7 @@ class Desk:
 
     async def messages(self, request: Request) -> Response:
         """A turn, for Anthropic's messages."""
-        session, body = self._session(request), await body_of(request, MessagesRequest)
+        session, body = await self._asked(request, MessagesRequest)
         saying = session.say(body.ask())
         if body.stream:
             events = partial(anthropic_messages.events, body, session)
@@ -188,12 +189,12 @@ class Desk:
 
     async def count(self, request: Request) -> Response:
         """The tokens of a request to Anthropic's messages."""
-        session, body = self._session(request), await body_of(request, MessagesRequest)
+        session, body = await self._asked(request, MessagesRequest)
         return JSONResponse({"input_tokens": await session.count(body.ask())})
 
     async def generate(self, request: Request) -> Response:
         """A turn, for clients that make the tokens themselves."""
-        session, body = self._session(request), await body_of(request, GenerateRequest)
+        session, body = await self._asked(request, GenerateRequest)
         following = session.follow(body.token_ids, body.ask())
         return await self._turn(Api.GENERATE, request, following, partial(token_endpoint.generated, body, session))
 
@@ -222,6 +223,12 @@ class Desk:
             return told
 
         return await streamed(request, saying, counted, refused)
+
+    async def _asked(self, request: Request, model: type[Body]) -> tuple[Session, Body]:
+        """The session of a request, and its body, which is as long as the job allows. Raises Refused."""
+        session = self._session(request)
+        with session.reading() as largest:
+            return session, await body_of(request, model, largest)
 
     def _session(self, request: Request) -> Session:
         """The session of a request: of its path, or of its header `X-Session-ID`. Raises Refused."""

@@ -3,9 +3,10 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from millrace.contracts.v1 import common_pb2
 from millrace.errors import BadRow, MillraceError, wrong_value
@@ -17,12 +18,14 @@ from services.rollout.episode.conversation import Conversation
 from services.rollout.episode.episode import Episode, Trajectory
 from services.rollout.episode.sampled import sampled
 from services.rollout.scoring.pool import Scored
-from services.rollout.sessions.policy import Ask, Policy, Said
+from services.rollout.sessions.policy import ESCAPED, LARGE, Ask, Policy, Said
 from services.rollout.sessions.strands import Strand, TokenStrand
 from services.rollout.work.job import Prompt
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Strand)
+MOST_BODIES = 16
+"""Requests of one session whose bodies are read at the same time."""
 SHORT = 2048
 """So many characters and tokens are made into the others sooner than a thread gets its turn beside the event loop."""
 
@@ -66,7 +69,10 @@ class Session:
         self._account = common_pb2.EpisodeAccount(end=common_pb2.EPISODE_END_DONE, reruns=reruns)
         self._conversations: list[_Held[Conversation]] = []
         self._sequences: list[_Held[TokenStrand]] = []
-        self._turns = 0
+        self._turns = self._sampled = 0
+        """Turns that were sampled, and their tokens."""
+        self._requests = self._bodies = 0
+        """Requests that are being answered, and those of which the body is being read."""
         self._rewards: dict[int, float] = {}
         self._score: float | None = None
         self._running: set[asyncio.Task[tuple[Sample, float]]] = set()
@@ -89,35 +95,35 @@ class Session:
 
     async def say(self, ask: Ask) -> Said:
         """Samples the turn that follows the messages of `ask`."""
-        held = await self._conversation(ask)
-        conversation = held.strand
-        try:
-            prompt_tokens = len(conversation.prompt)
-            sample, engine_s = await self._sample(conversation, ask)
-            number = self._numbered(held)
-            size = prompt_tokens + len(sample.tokens)
-            message = await computed(lambda: conversation.add(sample, calls=ask.calls), size)
-            held.called_at = time.monotonic() if message.get("tool_calls") else 0.0
-            return Said(number, message, sample, prompt_tokens, engine_s)
-        finally:
-            held.busy = False
+        with self._asked():
+            self._check_text(ask)
+            held = await self._conversation(ask)
+            conversation = held.strand
+            with _in_use(held, self._conversations):
+                prompt_tokens = len(conversation.prompt)
+                sample, engine_s = await self._sample(conversation, ask)
+                number = self._numbered(held, sample)
+                size = prompt_tokens + len(sample.tokens)
+                message = await computed(lambda: conversation.add(sample, calls=ask.calls), size)
+                held.called_at = time.monotonic() if message.get("tool_calls") else 0.0
+                return Said(number, message, sample, prompt_tokens, engine_s)
 
     async def follow(self, tokens: Sequence[int], ask: Ask) -> Said:
         """Samples the turn that follows `tokens`; of `ask` only the limits count."""
         self._check_open()
         held = self._sequence(tokens)
-        try:
+        with self._asked(), _in_use(held, self._sequences):
             sample, engine_s = await self._sample(held.strand, ask)
             held.strand.add(sample)
-            return Said(self._numbered(held), {}, sample, len(tokens), engine_s)
-        finally:
-            held.busy = False
+            return Said(self._numbered(held, sample), {}, sample, len(tokens), engine_s)
 
     async def count(self, ask: Ask) -> int:
         """Number of tokens of the prompt for `ask`, where nothing was said before."""
         self._check_open()
-        chat, tools = self.policy.chats.of(ask.tools)
-        return len(await _rendered(lambda: chat.render(ask.messages), len(tools) + _characters(ask.messages)))
+        with self._asked():
+            size = self._check_text(ask)
+            chat, _ = self.policy.chats.of(ask.tools)
+            return len(await self._rendered(lambda: chat.render(ask.messages), size))
 
     def reward(self, value: float, turn: int | None = None) -> None:
         """Adds to the reward of a turn, or of the whole episode. Raises Refused."""
@@ -174,8 +180,7 @@ class Session:
                 return held
         conversation = self._again(ask.messages, key)
         if conversation is None:
-            size = len(key) + _characters(ask.messages)
-            conversation = await _rendered(lambda: Conversation(chat, ask.messages), size)
+            conversation = await self._rendered(lambda: Conversation(chat, ask.messages), _text_bytes(ask))
         held = _Held(conversation, key)
         self._conversations.append(held)
         return held
@@ -197,7 +202,8 @@ class Session:
         if not new:
             return
         try:
-            await _rendered(lambda: held.strand.tell(new), len(held.strand.prompt) + _characters(new))
+            size = len(held.strand.prompt) + _text_bytes(Ask(new))
+            await self._rendered(lambda: held.strand.tell(new), size)
         except BaseException:
             held.busy = False
             raise
@@ -254,11 +260,56 @@ class Session:
             sample = await sampled(self.policy.engine, prompt, sampling, slot.sampled)
         return sample, time.perf_counter() - asked
 
-    def _numbered(self, held: _Held[S]) -> int:
-        """The number of the next turn, which is one of `held`."""
+    def _numbered(self, held: _Held[S], sample: Sample) -> int:
+        """The number of the next turn, `sample`, which is one of `held`."""
+        self._sampled += len(sample.tokens)
         number, self._turns = self._turns, self._turns + 1
         held.numbers.append(number)
         return number
+
+    # Limits.
+
+    @contextmanager
+    def reading(self) -> Iterator[int]:
+        """While the body of a request is read; the bytes that it may have. Raises Refused."""
+        if self._bodies >= MOST_BODIES:
+            raise Refused(Refusals.FULL, f"{self.id} is sending {MOST_BODIES} requests already.", "ask again later.")
+        self._bodies += 1
+        try:
+            yield ESCAPED * self.policy.largest_text(self._sampled)
+        finally:
+            self._bodies -= 1
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """While a request is answered. Raises Refused where as many are as the session has turns left."""
+        if self._requests >= max(1, self.policy.max_turns - self._turns):
+            raise Refused(Refusals.FULL, f"{self.id} has {self._requests} requests in progress.", "ask again later.")
+        self._requests += 1
+        try:
+            yield
+        finally:
+            self._requests -= 1
+
+    def _check_text(self, ask: Ask) -> int:
+        """Bytes of the text. Raises Refused for more than the tokens of a trajectory can stand for, before anything is
+        made of it."""
+        size = _text_bytes(ask)
+        if size > (most := self.policy.largest_text(self._sampled)):
+            self._account.end = common_pb2.EPISODE_END_TOKENS
+            what = f"the request has {size} bytes of text, and a trajectory at most {self.policy.longest} tokens, for "
+            what += f"which there are at most {most} bytes."
+            raise Refused(Refusals.TOO_LONG, what, "end the session, or send a shorter history.", "messages")
+        return size
+
+    async def _rendered(self, render: Callable[[], T], size: int) -> T:
+        """Runs what makes `size` characters of messages into tokens. Raises Refused where the chat format refuses the
+        messages."""
+        try:
+            async with self.policy.chats.large if size > LARGE else nullcontext():
+                return await computed(render, size)
+        except BadRow as error:
+            raise Refused(Refusals.INVALID, error.what, error.fix, "messages") from error
 
     def _check_open(self) -> None:
         """Raises Refused where the session is over."""
@@ -271,8 +322,31 @@ def _idle(strands: list[_Held[S]]) -> list[_Held[S]]:
     return [each for each in reversed(strands) if not each.busy]
 
 
-def _characters(messages: Sequence[Message]) -> int:
-    return sum(len(str(message)) for message in messages)
+@contextmanager
+def _in_use(held: _Held[S], strands: list[_Held[S]]) -> Iterator[None]:
+    """Until the request to a strand is answered. Without a turn it is forgotten: what was refused takes no memory."""
+    try:
+        yield
+    finally:
+        held.busy = False
+        if not held.numbers:
+            strands.remove(held)
+
+
+def _text_bytes(ask: Ask) -> int:
+    """Bytes of the text in a request."""
+    size, left = 0, list[Any]([ask.messages, ask.tools])
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            size += len(each.encode(errors="surrogatepass"))
+        elif isinstance(each, Mapping):
+            left += [*each, *each.values()]
+        elif isinstance(each, Sequence):
+            left += each
+        else:
+            size += 1
+    return size
 
 
 async def computed(work: Callable[[], T], size: int) -> T:
@@ -286,12 +360,3 @@ async def computed(work: Callable[[], T], size: int) -> T:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
-
-
-async def _rendered(render: Callable[[], T], size: int) -> T:
-    """Runs what makes `size` characters of messages into tokens. Raises Refused where the chat format refuses the
-    messages."""
-    try:
-        return await computed(render, size)
-    except BadRow as error:
-        raise Refused(Refusals.INVALID, error.what, error.fix, "messages") from error

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable
 
 import httpx
@@ -67,22 +68,41 @@ def test_a_busy_event_loop_does_not_keep_the_page_back(monkeypatch: pytest.Monke
     served(scenario)
 
 
+def test_silent_connections_make_room_for_a_reader() -> None:
+    async def scenario(page: MetricsEndpoint, read: Callable[[], Awaitable[str]]) -> None:
+        silent = [socket.create_connection(("127.0.0.1", page.port)) for _ in range(30)]
+        try:
+            for _ in range(3):
+                assert "millrace_leases_held" in await read()
+            silent[0].settimeout(60)
+            assert await asyncio.to_thread(silent[0].recv, 1) == b""
+        finally:
+            for one in silent:
+                one.close()
+
+    served(scenario)
+
+
 def test_readers_beyond_the_limit_are_cut_off_and_the_next_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "MOST_READERS", 2)
+    monkeypatch.setattr(endpoint, "REFRESH_S", 60.0)
 
     async def scenario(page: MetricsEndpoint, read: Callable[[], Awaitable[str]]) -> None:
-        silent = [socket.create_connection(("127.0.0.1", page.port)) for _ in range(3)]
-        silent[2].settimeout(60)
-        assert await asyncio.to_thread(silent[2].recv, 1) == b""
-        for one in silent:
+        busy = [socket.create_connection(("127.0.0.1", page.port)) for _ in range(2)]
+        for one in busy:
+            one.sendall(b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n")
+        while len(page._server._answered) < 2:  # their pages wait for the event loop, which this line holds
+            time.sleep(0.01)  # noqa: ASYNC251
+        with socket.create_connection(("127.0.0.1", page.port), timeout=60) as further:
+            assert further.recv(1) == b""
+        for one in busy:
+            one.settimeout(60)
+            assert (await asyncio.to_thread(one.recv, 12)).startswith(b"HTTP/1.0 200")
             one.close()
         async with asyncio.timeout(60):
-            while True:  # until their threads have seen that they are gone
-                try:
-                    assert "millrace_leases_held" in await read()
-                    return
-                except httpx.TransportError:
-                    await asyncio.sleep(0.01)
+            while page._server._answered:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert "millrace_leases_held" in await read()
 
     served(scenario)
 

@@ -27,7 +27,7 @@ MetricsPortOption = Annotated[
     ),
 ]
 MOST_READERS = 8
-"""Requests at a time; further ones are cut off."""
+"""Connections at a time. A further one takes the place of the one that has waited longest without a request."""
 READER_S = 10.0
 """How long a reader may take to send its request, and to take the page."""
 REFRESH_S = 2.0
@@ -83,7 +83,10 @@ class _PageServer(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def __init__(self, *arguments: Any) -> None:
-        self._free = threading.BoundedSemaphore(MOST_READERS)
+        self._lock = threading.Lock()
+        self._silent: dict[Any, None] = {}
+        """Connections that have sent no request yet, in the order in which they came."""
+        self._answered: set[Any] = set()
         super().__init__(*arguments)
 
     def server_bind(self) -> None:
@@ -95,18 +98,38 @@ class _PageServer(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """One thread for each request, of which there are at most MOST_READERS."""
-        if self._free.acquire(blocking=False):
+        """One thread for each connection, of which there are at most MOST_READERS."""
+        with self._lock:
+            full = len(self._silent) + len(self._answered) >= MOST_READERS
+            oldest = next(iter(self._silent), None) if full else None
+            if oldest is not None:
+                del self._silent[oldest]
+                with contextlib.suppress(OSError):  # it has gone away by itself
+                    oldest.shutdown(socket.SHUT_RDWR)
+            if room := oldest is not None or not full:
+                self._silent[request] = None
+        if room:
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
+
+    def heard(self, request: Any) -> bool:
+        """A connection has sent its request. Answers whether it has still its place."""
+        with self._lock:
+            if request not in self._silent:
+                return False
+            del self._silent[request]
+            self._answered.add(request)
+            return True
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answers one request."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            with self._lock:
+                self._silent.pop(request, None)
+                self._answered.discard(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A reader that goes away is no error of this service."""
@@ -115,6 +138,11 @@ class _PageServer(ThreadingMixIn, WSGIServer):
 
 class _Request(WSGIRequestHandler):
     timeout = READER_S
+    server: _PageServer
+
+    def parse_request(self) -> bool:
+        """Reads the request."""
+        return super().parse_request() and self.server.heard(self.connection)
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Requests are not logged."""
