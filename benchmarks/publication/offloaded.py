@@ -28,8 +28,6 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from millrace.wire.v1 import trainer_pb2 as pb
-from millrace.wire.v1 import weights_pb2
 from rich.console import Console
 from rich.table import Table
 
@@ -38,6 +36,8 @@ from benchmarks.shapes import config_of
 from benchmarks.training import draw_fsdp2_weights
 from millrace.bench.publication import SHARING
 from millrace.bench.shapes import SHAPES, shape_of
+from millrace.contracts.v1 import trainer_pb2 as pb
+from millrace.contracts.v1 import weights_pb2
 from millrace.ids import Version
 from millrace.spec import parse
 from millrace.weights.phases import PublicationId
