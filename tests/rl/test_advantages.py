@@ -270,3 +270,37 @@ def test_estimators_that_need_a_critic_are_known():
 def test_gdpo_refuses_weights_for_other_rewards():
     with pytest.raises(InvalidJob, match="2 weights for 3 rewards"):
         computed(Case("gdpo", {"weights": [1.0, 1.0]}), make_batch())
+
+
+ORDERS = list(itertools.permutations((2.6, 2.8, 0.4, 2.3)))
+"""Their sums differ in float32."""
+COMPARING = ["gpg", "grpo", "grpo_passk", "maxrl", "opo", "reinforce_plus_plus_baseline", "rloo"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", COMPARING)
+def test_equal_earnings_in_another_order_give_no_advantage(name: str, dtype: torch.dtype) -> None:
+    token_rewards_bt = torch.tensor(ORDERS, dtype=dtype)
+    inputs = {"token_rewards_bt": token_rewards_bt, "mask_bt": torch.ones(24, 4).bool(), "group_b": torch.zeros(24)}
+    advantages_bt, _ = advantage(name, **inputs)
+    assert advantages_bt.dtype == dtype and advantages_bt.abs().max() < 1e-9
+
+
+def test_equal_earnings_from_a_turn_on_give_no_advantage_there() -> None:
+    """All episodes earn the same, and the first turn of each is given."""
+    token_rewards_bt = torch.tensor([[0.1, *parts] for parts in ORDERS])
+    starts_bt = torch.tensor([[True, True, False, False, False]]).expand(24, 5)
+    advantages_bt, _ = advantage(
+        "grpo_turns",
+        token_rewards_bt=token_rewards_bt,
+        mask_bt=torch.ones(24, 5).bool(),
+        group_b=torch.zeros(24),
+        turn_starts_bt=starts_bt,
+    )
+    assert advantages_bt.abs().max() == 0
+
+
+def test_of_two_equal_best_answers_none_is_alone() -> None:
+    token_rewards_bt = torch.tensor([[2.6, 2.8, 0.4, 2.3], [0.4, 2.8, 2.3, 2.6], [2.3, 2.6, 2.8, 0.4], [0.0] * 4])
+    inputs = {"token_rewards_bt": token_rewards_bt, "mask_bt": torch.ones(4, 4).bool(), "group_b": torch.zeros(4)}
+    assert advantage("grpo_passk", **inputs)[0].abs().max() == 0

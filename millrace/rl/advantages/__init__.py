@@ -25,10 +25,12 @@ def advantage(
 ) -> tuple[Tensor, Tensor]:
     """Returns advantages and returns, both [B, T] in the rewards' dtype, by the estimator `name`.
 
-    The caller passes a step's whole batch, because group and batch statistics are computed over these tensors.
+    Everything is computed in float64: in float32 equal rewards that were earned in another order, or in other parts,
+    have different sums, and a group's standard deviation makes such a difference large. The caller passes a step's
+    whole batch, because group and batch statistics are computed over these tensors.
 
-    token_rewards_bt: float [B, T]; the reward of an outcome is at the last generated token. Rewards where the mask is
-        false are not read.
+    token_rewards_bt: float [B, T], float64 where rewards have several parts; the reward of an outcome is at the last
+        generated token. Rewards where the mask is false are not read.
     mask_bt: [B, T], true for generated tokens, false for observations between turns. A row is an episode: the tokens
         of its trajectories follow each other, so that baselines count episodes, and what is summed up to the end of
         the episode goes on from one trajectory to the next.
@@ -41,10 +43,12 @@ def advantage(
     mask_bt = mask_bt.bool()
     inputs = {"token_rewards_bt": token_rewards_bt, "values_bt": values_bt, "group_b": group_b}
     inputs |= {key: options.pop(key) for key in list(options) if isinstance(options[key], Tensor)}
-    blanked = {
-        key: torch.where(mask_bt, value, 0) if key.endswith("_bt") else value
+    exact = {
+        key: value.double() if value.is_floating_point() else value
         for key, value in inputs.items()
         if value is not None
     }
-    advantages_bt, returns_bt = call_algorithm(AlgorithmKind.ADVANTAGE, name, {**blanked, "mask_bt": mask_bt}, options)
-    return torch.where(mask_bt, advantages_bt, 0), torch.where(mask_bt, returns_bt, 0)
+    blanked = {key: torch.where(mask_bt, value, 0) if key.endswith("_bt") else value for key, value in exact.items()}
+    both = call_algorithm(AlgorithmKind.ADVANTAGE, name, {**blanked, "mask_bt": mask_bt}, options)
+    advantages_bt, returns_bt = (torch.where(mask_bt, each, 0).to(token_rewards_bt.dtype) for each in both)
+    return advantages_bt, returns_bt

@@ -24,9 +24,7 @@ def gpg(
     groups = Groups.of(group_b, mask_bt)
     rewards_b = token_rewards_bt.sum(dim=-1)
     if count == "groups":
-        gives_b = torch.where(
-            groups.sizes_b > 1, groups.max(rewards_b) > -groups.max(-rewards_b), singleton == "reward"
-        )
+        gives_b = torch.where(groups.sizes_b > 1, ~groups.are_equal(rewards_b), singleton == "reward")
     else:
         gives_b = rewards_b != 0
     samples = groups.valid_b.sum().to(rewards_b.dtype)

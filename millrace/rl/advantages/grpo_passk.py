@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from millrace.batching.filters import equal
 from millrace.rl.formulas.groups import Groups, on_tokens
 from millrace.rl.registry.options import NonNegative
 
@@ -26,7 +27,7 @@ def grpo_passk(
     """The best answer of a group gets its distance to the second best; all others get 0."""
     groups = Groups.of(group_b, mask_bt)
     rewards_b = token_rewards_bt.sum(dim=-1)
-    is_best_b = rewards_b == groups.max(rewards_b)
+    is_best_b = equal(rewards_b, groups.max(rewards_b))
     lowest = torch.finfo(rewards_b.dtype).min
     second_b = groups.max(torch.where(is_best_b, lowest, rewards_b))
     is_alone_b = groups.sum(is_best_b.to(rewards_b.dtype)) == 1

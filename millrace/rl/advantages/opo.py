@@ -24,4 +24,5 @@ def opo(
     lengths_b = mask_bt.sum(dim=-1).to(rewards_b.dtype)
     baseline_b = groups.sum(lengths_b * rewards_b) / groups.sum(lengths_b).clamp(min=1)
     alone_b = rewards_b if singleton == "reward" else torch.zeros_like(rewards_b)
-    return on_tokens(torch.where(groups.sizes_b > 1, rewards_b - baseline_b, alone_b), mask_bt)
+    centred_b = torch.where(groups.are_equal(rewards_b), 0, rewards_b - baseline_b)
+    return on_tokens(torch.where(groups.sizes_b > 1, centred_b, alone_b), mask_bt)

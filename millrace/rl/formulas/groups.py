@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from millrace.batching.filters import equal
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -49,14 +51,18 @@ class Groups:
         tops_g = torch.full_like(values_b, lowest).scatter_reduce_(0, index, candidates, "amax")
         return tops_g[self.index_b]
 
+    def are_equal(self, values_b: Tensor) -> Tensor:
+        """[B, ...] bool: whether all values of each sequence's group are equal, as `equal` decides."""
+        found: Tensor = equal(-self.max(-values_b), self.max(values_b))
+        return found
+
     def centred(self, values_b: Tensor, singleton: str) -> Tensor:
         """[B, ...]: value − group mean. A group of one gives 0 (`singleton` "zero") or the value itself ("reward").
 
         Where all values of a group are equal the result is exactly 0, because a rounding error divided by their
         standard deviation could become large.
         """
-        is_flat = self.max(values_b) == -self.max(-values_b)
-        centred_b = torch.where(is_flat, 0, values_b - self.mean(values_b))
+        centred_b = torch.where(self.are_equal(values_b), 0, values_b - self.mean(values_b))
         if singleton == "reward":
             centred_b = torch.where(self._aligned(self.sizes_b == 1, values_b), values_b, centred_b)
         return centred_b

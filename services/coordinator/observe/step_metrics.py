@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 
+from millrace.batching.filters import all_equal
 from millrace.ids import Version, pass_of
 from millrace.rest import StepMetrics
 from millrace.spec.job import JobSpec
@@ -41,7 +42,7 @@ def batch_metrics(groups: Sequence[GroupSummary], version: Version, spec: JobSpe
         "prompt_length/clip_ratio": mean([float(n >= longest_prompt) for n in prompts]),
         **spread("training/staleness", staleness),
         "training/epoch": float(max(pass_of(g.prompt_id) for g in groups)),
-        "training/groups_without_signal": float(sum(max(g.rewards) == min(g.rewards) for g in groups)),
+        "training/groups_without_signal": float(sum(all_equal(g.rewards) for g in groups)),
         **spread("timing_s/generate", [g.generate_s for g in groups]),
         **spread("timing_s/score", [g.score_s for g in groups]),
         "timing_s/reward": max(g.score_s for g in groups),

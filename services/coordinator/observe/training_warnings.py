@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace.admission.choices import compares_within_groups
+from millrace.batching.filters import TOLERANCE, equal
 from millrace.events import TrainingWarning
 from millrace.rest import WarningCause
 from millrace.spec.job import JobSpec
@@ -15,8 +16,6 @@ from millrace.telemetry.metrics.step.batch import GROUPS_WITHOUT_SIGNAL, RESPONS
 from millrace.telemetry.metrics.step.mismatch import K3_KL, K3_KL_SAME_VERSION
 
 QUIET_STEPS = 20
-EQUAL = 1e-9
-"""Largest difference of rewards that counts as none."""
 Values = Mapping[str, float]
 
 
@@ -45,13 +44,16 @@ class Check:
 
 
 def _spread(values: Values, spec: JobSpec) -> float | None:
+    """Largest minus smallest reward of the step: 0 of equal ones."""
     low, high = values.get(f"{SCORE}/min"), values.get(f"{SCORE}/max")
-    return high - low if low is not None and high is not None else None
+    if low is None or high is None:
+        return None
+    return 0.0 if equal(low, high) else high - low
 
 
 def _without_signal(values: Values, spec: JobSpec) -> float | None:
     """Share of the step's groups; None where rewards within groups are not compared, or are equal over all groups."""
-    if not compares_within_groups(spec) or (_spread(values, spec) or 0.0) < EQUAL:
+    if not compares_within_groups(spec) or (_spread(values, spec) or 0.0) == 0.0:
         return None
     count = values.get(GROUPS_WITHOUT_SIGNAL)
     return count / spec.schedule.prompts_per_step if count is not None else None
@@ -74,7 +76,7 @@ CHECKS = (
         cause=WarningCause.EQUAL_REWARDS,
         steps=3,
         metric=f"{SCORE}/max",
-        limit=EQUAL,
+        limit=TOLERANCE,
         above=False,
         figure=_spread,
         text="every reward is {:.4g}",

@@ -107,7 +107,7 @@ def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) ->
         **{name: batch.by_episode(values) if name.endswith("_bt") else values for name, values in known.items()},
         **algorithm.advantage.options,
     )
-    advantages_bt, returns_bt = batch.by_trajectory(advantages_et), batch.by_trajectory(returns_et)
+    advantages_bt, returns_bt = (batch.by_trajectory(each.float()) for each in (advantages_et, returns_et))
     check_finite("advantages", advantages_bt, whole_mask_bt, batch.whole_labels)
     check_finite("returns", returns_bt, whole_mask_bt, batch.whole_labels)
     weights_bt, masked = _loss_weights(spec, batch, passes, known.get("weights_bt"), keep_bt)
@@ -171,7 +171,7 @@ def _loss_weights(
 
 def _rows(batch: RankBatch, values: Sequence[tuple[float, ...]], width: int, what: str) -> Tensor:
     """The values of the whole batch, [trajectories, width]. Raises NonFinite."""
-    mine_bk = torch.tensor(values, dtype=torch.float32, device=batch.device).view(-1, width)
+    mine_bk = torch.tensor(values, dtype=torch.float64, device=batch.device).view(-1, width)
     whole_bk = batch.gather_rows(mine_bk)
     check_finite(what, whole_bk, torch.ones_like(whole_bk, dtype=torch.bool), batch.whole_labels)
     return whole_bk

@@ -12,13 +12,13 @@ from services.trainer.step.batch import RankBatch
 
 
 def token_rewards(spec: JobSpec, batch: RankBatch, old_bt: Tensor | None, ref_bt: Tensor | None) -> Tensor:
-    """Rewards per token, float32 [rows, longest].
+    """Rewards per token, float64 [rows, longest], so that equal sums of them are found equal.
 
     The reward and the overlong penalty are on the last sampled token of a trajectory, the reward of a turn is on the
     last token of that turn. The KL to the reference is subtracted on every token where the job has it in the reward.
     """
     algorithm = spec.algorithm
-    rewards_bt = torch.zeros(batch.mask_bt.shape, device=batch.device)
+    rewards_bt = torch.zeros(batch.mask_bt.shape, dtype=torch.float64, device=batch.device)
     for row, (sample, length) in enumerate(zip(batch.samples, batch.lengths, strict=True)):
         if length:
             rewards_bt[row, length - 1] = sample.reward + _overlong(spec, len(sample.response))

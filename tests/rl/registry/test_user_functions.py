@@ -66,9 +66,9 @@ def used(kind: AlgorithmKind, name: str) -> Any:
         (
             AlgorithmKind.ADVANTAGE,
             ADVANTAGE + "return token_rewards_bt.sum(-1), token_rewards_bt",
-            r"\(float32 \[2\], float32",
+            r"\(float64 \[2\], float64",
         ),
-        (AlgorithmKind.ADVANTAGE, ADVANTAGE + "return token_rewards_bt", r"float32 \[2, 3\]"),
+        (AlgorithmKind.ADVANTAGE, ADVANTAGE + "return token_rewards_bt", r"float64 \[2, 3\]"),
         (
             AlgorithmKind.CORRECTION,
             CORRECTION + "return None, train_logprobs_bt, {}",

@@ -181,7 +181,7 @@ def poisoned_advantage(groups: Groups) -> str:
     """Rewards that are numbers, whose sum is none."""
     prompt_id = list(groups)[2]
     for trajectory in groups[prompt_id].trajectories[:2]:
-        trajectory.reward = 3e38
+        trajectory.reward = 1.7e308
     return f"advantages: (nan|-?inf) at token 0 of trajectory prompt {prompt_id}, sample 0"
 
 
