@@ -107,13 +107,17 @@ class ActorLoss:
         )
 
     def _weights(self, inputs: LossInputs, logprobs_bt: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """The weights of the tokens' losses, 0 for what `off_policy_limit` masks, and the share of what it masks."""
-        limit = self.spec.algorithm.off_policy_limit
+        """The weights of the tokens' policy loss: the correction's, 0 for tokens of low entropy and for what
+        `off_policy_limit` masks. With the share of what that masks."""
+        weights_bt, limit = inputs.weights_bt, self.spec.algorithm.off_policy_limit
+        if inputs.high_entropy_bt is not None:
+            high_bt = inputs.high_entropy_bt.to(inputs.advantages_bt.dtype)
+            weights_bt = high_bt if weights_bt is None else weights_bt * high_bt
         if limit is None:
-            return inputs.weights_bt, {}
+            return weights_bt, {}
         mask_bt = inputs.mask_bt
         is_off_bt = off_policy(logprobs_bt, inputs.rollout_bt, inputs.advantages_bt, mask_bt, limit)
-        weights_bt = torch.ones_like(inputs.advantages_bt) if inputs.weights_bt is None else inputs.weights_bt
+        weights_bt = torch.ones_like(inputs.advantages_bt) if weights_bt is None else weights_bt
         share = aggregate("token-mean", is_off_bt.to(weights_bt.dtype), mask_bt, totals=self.totals)
         return weights_bt.masked_fill(is_off_bt, 0), {"off_policy_fraction": share}
 

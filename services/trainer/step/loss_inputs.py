@@ -37,7 +37,10 @@ class LossInputs:
     ref_bt: Tensor | None
     """Log-probabilities under the reference."""
     weights_bt: Tensor | None
-    """Importance weights of the correction, and 0 where the policy loss of a token does not count."""
+    """Importance weights of the correction, of the losses that sampled tokens estimate."""
+    high_entropy_bt: Tensor | None
+    """The tokens whose policy loss counts (`algorithm.top_entropy_fraction`), bool; None where that of all does. No
+    other loss reads it."""
     selected_bt: Tensor | None
     """The tokens that the policy loss treats differently."""
     values_bt: Tensor | None = None
@@ -66,6 +69,7 @@ class LossInputs:
             old_bt=cut_if_given(self.old_bt),
             ref_bt=cut_if_given(self.ref_bt),
             weights_bt=cut_if_given(self.weights_bt),
+            high_entropy_bt=cut_if_given(self.high_entropy_bt),
             selected_bt=cut_if_given(self.selected_bt),
             values_bt=cut_if_given(self.values_bt),
             returns_bt=cut_if_given(self.returns_bt),
@@ -110,7 +114,8 @@ def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) ->
     advantages_bt, returns_bt = (batch.by_trajectory(each.float()) for each in (advantages_et, returns_et))
     check_finite("advantages", advantages_bt, whole_mask_bt, batch.whole_labels)
     check_finite("returns", returns_bt, whole_mask_bt, batch.whole_labels)
-    weights_bt, masked = _loss_weights(spec, batch, passes, known.get("weights_bt"), keep_bt)
+    weights_bt = known.get("weights_bt")
+    high_entropy_bt, masked = _high_entropy(spec, batch, passes, keep_bt)
     inputs = LossInputs(
         mask_bt=batch.own_rows(keep_bt),
         advantages_bt=batch.own_rows(advantages_bt),
@@ -118,6 +123,7 @@ def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) ->
         old_bt=old_bt,
         ref_bt=passes.ref_bt,
         weights_bt=None if weights_bt is None else batch.own_rows(weights_bt),
+        high_entropy_bt=high_entropy_bt,
         selected_bt=_selected_tokens(spec, batch, known.get("old_logprobs_bt"), advantages_bt, keep_bt),
         values_bt=passes.values_bt,
         returns_bt=None if passes.values_bt is None else batch.own_rows(returns_bt),
@@ -157,16 +163,15 @@ def _advantage_inputs(
     return known
 
 
-def _loss_weights(
-    spec: JobSpec, batch: RankBatch, passes: ForwardResults, weights_bt: Tensor | None, keep_bt: Tensor
+def _high_entropy(
+    spec: JobSpec, batch: RankBatch, passes: ForwardResults, keep_bt: Tensor
 ) -> tuple[Tensor | None, dict[str, float]]:
-    """The weights of the policy loss for the whole batch: a correction's, and 0 for tokens of low entropy. With metrics
-    of the choice."""
+    """This rank's rows of the tokens of the highest entropy in the whole batch, with metrics of the choice."""
     if passes.entropy_bt is None:
-        return weights_bt, {}
-    selected_bt, threshold = high_entropy(batch.gather(passes.entropy_bt), keep_bt, spec.algorithm.top_entropy_fraction)
-    weights_bt = selected_bt.float() if weights_bt is None else weights_bt * selected_bt
-    return weights_bt, {"actor/top_entropy_threshold": threshold}
+        return None, {}
+    fraction = spec.algorithm.top_entropy_fraction
+    highest_bt, threshold = high_entropy(batch.gather(passes.entropy_bt), keep_bt, fraction)
+    return batch.own_rows(highest_bt), {"actor/top_entropy_threshold": threshold}
 
 
 def _rows(batch: RankBatch, values: Sequence[tuple[float, ...]], width: int, what: str) -> Tensor:

@@ -46,11 +46,20 @@ def served() -> Iterator[tuple[ScriptedCoordinator, ControlThread]]:
         dist.destroy_process_group()
 
 
-def job(model: Path, loss: str, *, lr: float = 0.0, token_budget: int = 512, **distillation: Any) -> JobSpec:
+def job(
+    model: Path,
+    loss: str,
+    *,
+    lr: float = 0.0,
+    token_budget: int = 512,
+    algorithm: dict[str, Any] | None = None,
+    **distillation: Any,
+) -> JobSpec:
+    distilled = {"pool": "teacher", "loss": loss, "top_k": TOP, **distillation}
     return job_spec(
         model,
         pools=[{"name": "teacher", "path": str(model)}],
-        algorithm={"distillation": {"pool": "teacher", "loss": loss, "top_k": TOP, **distillation}},
+        algorithm={**(algorithm or {}), "distillation": distilled},
         trainer={
             "token_budget": token_budget,
             "optimizer": {"lr": lr, "weight_decay": 0.0, "warmup_steps": 0, "clip_grad_norm": 1.0},
@@ -136,6 +145,10 @@ def test_loss_and_gradient_are_those_of_the_formula_however_it_is_packed(
             assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-3)
         halved = stepped(job(tied_model, loss, coefficient=0.5), backend, groups, served)
         assert halved["actor/grad_norm"] == pytest.approx(norm / 2, rel=1e-3)
+        chosen = job(tied_model, loss, algorithm={"top_entropy_fraction": 0.2})  # of the policy loss alone
+        metrics = stepped(chosen, backend, groups, served)
+        assert metrics["distillation/loss"] == pytest.approx(exact.item(), rel=1e-4)
+        assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-3)
 
 
 def test_scores_that_do_not_fit_are_refused(
