@@ -14,6 +14,7 @@ from typing import Any, Literal
 from millrace import engines, hub
 from millrace.admission import choices, engine_options
 from millrace.admission.judges import mistakes_of as mistakes_of_judge
+from millrace.admission.output import with_output
 from millrace.admission.pools import check_pool
 from millrace.backends import BACKENDS, FIELD
 from millrace.checkpoints.source import check_checkpoint
@@ -38,7 +39,7 @@ def check(tree: Any) -> JobSpec:
     """The spec in `tree`, once it is clear that it can run here. Names on the hub are pinned to a commit, and the
     options of `model.lora` are those of its folder, if it names one. Raises InvalidJob with every mistake. Reads files,
     and downloads those that are named on the hub, but for weights."""
-    spec = parse(tree)
+    spec = with_output(parse(tree))
     if too_long := list(_too_long(spec)):
         raise InvalidJob.of(too_long, "the job cannot run:")
     try:

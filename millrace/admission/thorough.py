@@ -4,9 +4,9 @@ function, the model as the backend builds it. Takes seconds to minutes, and runs
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
+from millrace.admission.output import left_checkpoints
 from millrace.admission.trials import SHOWN, RewardTrial, ask_judges, model_mistakes
 from millrace.data import PromptRow, PromptSource, open_section
 from millrace.data.chat import render
@@ -21,6 +21,7 @@ GENERATED = 100
 """Rows of a procedural source that are made."""
 FUNCTION_ROWS = 4
 """Rows for which a user's function is called: the first of each data_source."""
+RESUME = "resume that job with `millrace resume JOB`"
 Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]
 """Passes things on and shows how far it is: called with them, with what they are, and with their number."""
 
@@ -53,7 +54,7 @@ class Section:
 def look(spec: JobSpec, progress: Progress, *, judges: bool = False) -> list[str]:
     """What was found, for people, in the order of the job spec. With `judges` each judge is asked once. Raises
     InvalidJob with every mistake."""
-    mistakes, notes = list(_output(spec)), []
+    used, mistakes, notes = list(left_checkpoints(spec.output, [RESUME])), list[Mistake](), list[str]()
     sections = [_read(spec, section, progress) for section in _sections(spec)]
     for section in sections:
         mistakes += section.mistakes
@@ -70,18 +71,9 @@ def look(spec: JobSpec, progress: Progress, *, judges: bool = False) -> list[str
         if judges and spec.reward.judge_terms:
             mistakes += ask_judges(spec, sections[0].name, sections[0].sample[0], notes)
         mistakes += model_mistakes(spec)
-    if mistakes:
+    if mistakes := [*used, *mistakes]:
         raise InvalidJob.of(list(dict.fromkeys(mistakes)), "the job cannot run:")
     return notes
-
-
-def _output(spec: JobSpec) -> Iterator[Mistake]:
-    """The coordinator takes no job whose output holds checkpoints of another."""
-    checkpoints = Path(spec.output) / "checkpoints"
-    if any(checkpoints.glob("step-*")):
-        reason = f"{checkpoints} holds checkpoints of an earlier job, which this one would replace"
-        fix = "give another folder, resume that job with `millrace resume JOB`, or remove them."
-        yield wrong_value("output", spec.output, reason, fix)
 
 
 def _sections(spec: JobSpec) -> Iterator[Section]:

@@ -1,5 +1,7 @@
 """The job spec: one tree with everything that a user says about a job."""
 
+import re
+
 from pydantic import Field
 
 from millrace.spec.algorithm import Algorithm
@@ -11,12 +13,19 @@ from millrace.spec.schedule import Deadlines, Schedule, Tracking
 from millrace.spec.trainer import Trainer
 from millrace.validation.model import StrictModel
 
+PLACEHOLDER = re.compile(r"\{(\w*)\}")
+PLACEHOLDERS = ("name", "id", "date", "runs")
+"""What `output` may have in braces."""
+
 
 class JobSpec(StrictModel):
     name: str = Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")
     """Name of the job for people: at most 100 letters, digits, `.`, `_`, `-` and spaces."""
-    output: str
-    """Absolute path of the folder for checkpoints and the report, the same for coordinator and trainer."""
+    output: str = "{runs}/{name}-{id}"
+    """Absolute path of the folder for checkpoints and the report, the same for coordinator and trainer. `{name}` stands
+    for the name of the job, `{id}` for its id, `{date}` for the day of its submission, as 2026-01-31. `{runs}` stands
+    for the folder that MILLRACE_RUNS names in the coordinator's environment, by default `~/millrace/runs`. A folder
+    belongs to one job."""
     model: Model = Field(examples=[{"path": "/data/models/Qwen3-0.6B"}])
     """The model that is trained."""
     data: Data = Field(examples=[{"files": ["/data/train.parquet"]}])

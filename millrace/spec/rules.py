@@ -10,7 +10,7 @@ from millrace.backends import BACKENDS
 from millrace.engines import ENGINES
 from millrace.errors import Mistake, wrong_value
 from millrace.spec.algorithm import Algorithm
-from millrace.spec.job import JobSpec
+from millrace.spec.job import PLACEHOLDER, PLACEHOLDERS, JobSpec
 from millrace.spec.judge import Judge
 from millrace.spec.lora import Lora
 from millrace.spec.pool import ROLLOUT
@@ -22,6 +22,7 @@ from millrace.validation.names import choose
 def broken_rules(spec: JobSpec) -> list[Mistake]:
     """Every rule that the spec breaks."""
     return [
+        *_output(spec),
         *_data(spec),
         *_reward(spec),
         *_sizes(spec),
@@ -38,6 +39,13 @@ def broken_rules(spec: JobSpec) -> list[Mistake]:
 
 def _broken(field: str, value: object, reason: str, fix: str) -> Mistake:
     return wrong_value(field, value, reason, f"{fix}.")
+
+
+def _output(spec: JobSpec) -> Iterator[Mistake]:
+    for name in PLACEHOLDER.findall(spec.output):
+        if name not in PLACEHOLDERS:
+            known = ", ".join(f"{{{each}}}" for each in PLACEHOLDERS)
+            yield _broken("output", spec.output, f"{{{name}}} stands for nothing", f"use {known}, or no braces")
 
 
 def _data(spec: JobSpec) -> Iterator[Mistake]:

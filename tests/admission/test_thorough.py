@@ -14,6 +14,7 @@ from millrace.admission import thorough
 from millrace.admission.trials import RewardTrial, ask_judges, model_mistakes
 from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
+from millrace.errors import InvalidJob
 from millrace.spec import parse
 from tests.models import CHATML, byte_tokenizer
 
@@ -151,8 +152,12 @@ def test_a_model_that_the_backend_computes_wrong_is_told_before_a_trainer_has_it
 
 def test_an_output_with_checkpoints_of_another_job_is_told(tmp_path: Path) -> None:
     (tmp_path / "out" / "checkpoints" / "step-3").mkdir(parents=True)
-    (mistake,) = thorough._output(spec_of(tmp_path, "x.jsonl"))
-    assert "holds checkpoints of an earlier job" in mistake.reason and "millrace resume" in mistake.fix
+    write_rows(tmp_path / "x.jsonl", rows(2))
+    with pytest.raises(InvalidJob) as error:
+        thorough.look(spec_of(tmp_path, "x.jsonl"), plain)
+    told = str(error.value)
+    assert "holds checkpoints of an earlier job" in told and "millrace resume" in told
+    assert "model.path" in told, "a used output hides no other mistake"
 
 
 def test_judges_are_asked_once_where_that_is_wanted(tmp_path: Path) -> None:

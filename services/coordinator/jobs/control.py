@@ -1,19 +1,22 @@
 """What people do with jobs: submit, cancel, pause, resume."""
 
 import asyncio
+import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from millrace.admission import submission
 from millrace.admission.changes import applied, gives_token_budget
-from millrace.errors import InvalidState, refused
+from millrace.admission.output import left_checkpoints, with_output
+from millrace.errors import InvalidJob, InvalidState, Mistake, wrong_value
 from millrace.events import JobWaiting
 from millrace.ids import JobId, new_job_id
 from millrace.rest import JobState, WaitingFor
+from millrace.spec import JobSpec, parse
 from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
@@ -45,25 +48,34 @@ class Control:
 
         Raises InvalidJob, and InvalidState for a key that was used with another spec.
         """
-        began_s = time.time()
-        spec = await asyncio.to_thread(submission.check, tree)
+        began_s, job_id = time.time(), new_job_id()
+        asked = with_output(parse(tree), job_id)
+        folder = await asyncio.to_thread(os.path.realpath, asked.output)
+        new = not await self._store.jobs.knows(idempotency_key)
+        used = await self._used(asked.output, folder) if new else []
+        spec = await asyncio.to_thread(_checked, asked, used)
         job = JobRecord(
-            id=new_job_id(),
+            id=job_id,
             name=spec.name,
             state=JobState.QUEUED,
             spec_json=spec.model_dump_json(),
             created_s=time.time(),
-            folder=await asyncio.to_thread(os.path.realpath, spec.output),
+            folder=folder,
         )
         async with self._admitting:
-            if not await self._store.jobs.knows(idempotency_key):
-                await asyncio.to_thread(_check_output, spec.output, await self._store.index.with_output(job.folder))
-            job_id, new = await self._store.jobs.create(job, idempotency_key)
+            if not await self._store.jobs.knows(idempotency_key) and (used := await self._used(spec.output, folder)):
+                raise InvalidJob.of(used)
+            job_id, new = await self._store.jobs.create(job, idempotency_key, _digest(tree))
         if new:
             RECORDER.past(SpanKind.SUBMIT, TraceContext.of_step(job.id, 0, 0), began_s, time.time())
             await self._tell_queue(job)
             self._bell.ring()
         return await self._store.jobs.get(job_id), new
+
+    async def _used(self, output: str, folder: str) -> list[Mistake]:
+        """Why the output folder is not free."""
+        users = await self._store.index.with_output(folder)
+        return await asyncio.to_thread(lambda: list(_output_mistakes(output, users)))
 
     async def _tell_queue(self, job: JobRecord) -> None:
         """Adds an event where the job's turn comes after that of another one."""
@@ -149,19 +161,33 @@ class Control:
         return await self._store.jobs.get(job_id)
 
 
-def _check_output(output: str, users: Sequence[JobRecord]) -> None:
-    """Raises InvalidJob if one of the `users`, the jobs with this output, writes there, or left checkpoints there."""
+def _checked(spec: JobSpec, used: Sequence[Mistake]) -> JobSpec:
+    """The spec as it is stored. Raises InvalidJob with the mistakes `used` and all that the checks find."""
+    try:
+        checked = submission.check(spec.model_dump(mode="json"))
+    except InvalidJob as error:
+        raise InvalidJob.of([*used, *error.mistakes], "the job cannot run:") from error
+    if used:
+        raise InvalidJob.of(used)
+    return checked
+
+
+def _digest(tree: Any) -> str:
+    """Names what was asked for: not its id, its day, nor the commits that its names on the hub stand for."""
+    return hashlib.sha256(parse(tree).model_dump_json().encode()).hexdigest()
+
+
+def _output_mistakes(output: str, users: Sequence[JobRecord]) -> Iterator[Mistake]:
+    """One where one of the `users`, the jobs with this output, writes there, or left checkpoints there."""
     for job in users:
         if job.state not in ENDED:
-            raise refused("output", output, f"{job.id} is {job.state} and writes there", "give another folder.")
-    checkpoints = Path(output) / "checkpoints"
-    if not any(checkpoints.glob("step-*")):
-        return
-    fixes = ["give another folder"]
-    if users and users[-1].state is not JobState.SUCCEEDED:
-        fixes.append(f"continue {users[-1].name} with `millrace resume {users[-1].id}`")
-    reason = f"{checkpoints} holds checkpoints of an earlier job, which this one would replace"
-    raise refused("output", output, reason, f"{', '.join(fixes)}, or remove them.")
+            reason = f"{job.id} is {job.state} and writes there"
+            fix = "give another folder ({id} in its path makes one for each job)."
+            yield wrong_value("output", output, reason, fix)
+            return
+    resume = users and users[-1].state is not JobState.SUCCEEDED
+    others = [f"continue {users[-1].name} with `millrace resume {users[-1].id}`"] if resume else []
+    yield from left_checkpoints(output, others)
 
 
 def _check_checkpoints(job: JobRecord, users: Sequence[JobRecord]) -> None:

@@ -28,8 +28,9 @@ class Jobs:
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
 
-    async def create(self, job: JobRecord, idempotency_key: str = "") -> tuple[JobId, bool]:
+    async def create(self, job: JobRecord, idempotency_key: str = "", digest: str = "") -> tuple[JobId, bool]:
         """Stores a new job, or finds the one that was stored with this key. Answers its id, and whether it is new.
+        `digest` names the spec as it was submitted; without one that of the job counts.
 
         Raises InvalidState where the key was used for a different spec.
         """
@@ -37,9 +38,10 @@ class Jobs:
         fields = {"id": job.id, "name": job.name, "state": job.state, "spec_json": job.spec_json, "step": 0}
         fields |= {"created_s": job.created_s, "version": 0, "cursor": 0, "lineage": 0, "folder": job.folder}
         event = event_parts(JobMoved(state=job.state), f"{job.name} was submitted")
-        arguments = [job.id, job.created_s, job.spec_digest, REQUESTS_KEPT_S, len(event), *event, *_flat(fields)]
+        digest = digest or job.spec_digest
+        arguments = [job.id, job.created_s, digest, REQUESTS_KEPT_S, len(event), *event, *_flat(fields)]
         known, known_digest = await self._redis.run("create_job", [key(job.id), name], arguments)
-        if text(known_digest) != job.spec_digest:
+        if text(known_digest) != digest:
             what = f"the idempotency key {idempotency_key!r} was used for {text(known)}, which has another spec."
             raise InvalidState(what, "use a new key for a new job.")
         return JobId(text(known)), text(known) == job.id

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -290,7 +291,7 @@ def test_an_output_is_for_one_job_at_a_time(http: httpx.Client, spec: dict[str, 
     for output in (spec["output"], f"{spec['output']}/../out/", str(tmp_path / "link")):
         told = problem(http.post("/v1/jobs", json=spec | {"output": output}), 422)
         assert told["detail"].startswith("output: ") and f"{job_id} is queued and writes there" in told["detail"]
-        assert told["fix"] == "give another folder."
+        assert told["fix"] == "give another folder ({id} in its path makes one for each job)."
     assert http.post("/v1/jobs", json=spec, headers=headers).json()["id"] == job_id
     http.delete(f"/v1/jobs/{job_id}")
 
@@ -298,6 +299,23 @@ def test_an_output_is_for_one_job_at_a_time(http: httpx.Client, spec: dict[str, 
     told = problem(http.post(f"/v1/jobs/{job_id}/resume"), 409)
     assert f"{other} is queued and writes to its output" in told["detail"]
     http.delete(f"/v1/jobs/{other}")
+
+
+def test_an_output_with_placeholders_is_a_folder_for_each_job(http: httpx.Client, spec: dict[str, Any]) -> None:
+    tree = spec | {"output": f"{spec['output']}/{{name}}-{{date}}/{{id}}"}
+    headers = {"Idempotency-Key": f"placeholders in {spec['output']}"}
+    jobs = [http.post("/v1/jobs", json=tree, headers=each).json() for each in (headers, headers, {})]
+    assert jobs[0]["id"] == jobs[1]["id"] != jobs[2]["id"]
+    day = time.strftime("%Y-%m-%d")
+    for job in jobs:
+        assert job["spec"]["output"] == f"{spec['output']}/{spec['name'].replace(' ', '-')}-{day}/{job['id']}"
+        http.delete(f"/v1/jobs/{job['id']}")
+
+
+def test_a_used_output_is_told_with_all_other_mistakes(http: httpx.Client, spec: dict[str, Any]) -> None:
+    (Path(spec["output"]) / "checkpoints" / "step-1").mkdir(parents=True)
+    told = problem(http.post("/v1/jobs", json=spec | {"reward": {"function": "mth"}}), 422)["detail"]
+    assert "holds checkpoints of an earlier job" in told and "reward.function" in told
 
 
 def test_an_output_that_leads_to_itself_keeps_no_other_job_out(http: httpx.Client, spec: dict[str, Any]) -> None:
