@@ -96,6 +96,17 @@ def test_submit_show_list_and_cancel(url: str, client: Client, job_file: Path) -
     assert "words was submitted" in events and "cancelled" in events
 
 
+def test_a_sweep_is_a_job_for_each_value(url: str, client: Client, job_file: Path) -> None:
+    options = ("--set", "data.seed=1,2", "--set", "schedule.steps=3")
+    jobs = json.loads(millrace("submit", str(job_file), *options, "--json", url=url).stdout)
+    assert [job["name"] for job in jobs] == ["words-seed-1", "words-seed-2"]
+    assert [Path(job["spec"]["output"]).name for job in jobs] == ["seed-1", "seed-2"]
+    assert [(job["spec"]["data"]["seed"], job["spec"]["schedule"]["steps"]) for job in jobs] == [(1, 3), (2, 3)]
+    for job in jobs:
+        client.cancel(job["id"])
+    assert "millrace top" in millrace("submit", str(job_file), *options, "--watch", url=url, status=1).stderr
+
+
 def test_a_shell_completes_jobs(url: str, client: Client, spec: dict[str, Any]) -> None:
     job = client.submit({**spec, "name": "completed"}).id
     assert offered(f"millrace show --url {url} {job[:7]}")[0] == job

@@ -1,15 +1,17 @@
 """Commands that call the coordinator: submit, watch, jobs, events, pause, resume, cancel, fleet, drain."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
 from millrace.cli.names import JobName, MemberName, job_id, member_id
-from millrace.cli.settings import Settings, changes_of
+from millrace.cli.settings import Settings, Swept, Variant, applied, changes_of, variants_of
 from millrace.client import Client
+from millrace.errors import InvalidState
 from millrace.events import Event
 from millrace.rest import JobState, JobView, MemberState, WaitingFor
 from millrace.sandbox.boundaries import Missing, listed
@@ -30,6 +32,10 @@ from millrace.terminal.output import (
 )
 from millrace.terminal.watch import follow
 
+if TYPE_CHECKING:
+    from millrace.spec import JobSpec
+    from millrace.spec.document import Document
+
 LISTED = 50
 """Jobs that `millrace jobs` lists unless told otherwise."""
 SpecFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec, YAML or JSON.", show_default=False)]
@@ -41,32 +47,53 @@ def submit(
     key: Annotated[
         str | None, typer.Option(help="Idempotency key: two submissions with the same key give one job.")
     ] = None,
-    settings: Settings = None,
+    settings: Swept = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Submit a job.
+    """Submit a job, or one for each combination of values that --set gives.
 
     The fields of the spec, with the values of --set in place of the file's, are checked here first; then the
     coordinator checks them again with the files that they name.
     With --watch, Ctrl-C only detaches: the job continues. Status 1 if the watched job does not succeed.
+
+    Each job of a sweep has its values in its name, and a folder with that name in `output`, unless `output` has {name}
+    or {id} in it. All are checked before the first is submitted.
     """
+    variants = variants_of(settings)
+    if watch and len(variants) > 1:
+        what = f"--watch: it shows one job, and these are {len(variants)}."
+        raise InvalidState(what, "leave it out, and see them all with `millrace top`.")
+    checked = [_variant(spec, variant) for variant in variants]
+    submitted = []
+    with Client(url) as client:
+        for variant, (document, tree) in zip(variants, checked, strict=True):
+            with document.lines():
+                job = client.submit(tree, key and f"{key}.{variant.suffix}".rstrip("."))
+            submitted.append(job)
+            if as_json:
+                continue
+            for each in job.advice:
+                people().print(str(each), style="yellow", markup=False)
+            if not watch:
+                name = f"  {escape(job.name)}" if variant.suffix else ""
+                people().print(f"{job.id}{name}  {styled(job.status)}  watch it: millrace watch")
+        if watch:
+            raise typer.Exit(follow(client, submitted[0].id, as_json))
+    if as_json:
+        print_json(submitted if len(variants) > 1 else submitted[0])
+
+
+def _variant(spec: Path, variant: Variant) -> "tuple[Document, JobSpec]":
+    """The file with the values of one job of a sweep. Raises InvalidJob."""
     from millrace.spec import parse
     from millrace.spec.document import Document
 
     document = Document.of_file(spec)
-    document.change(changes_of(settings))
+    if isinstance(document.tree, Mapping):
+        document.change(applied(document.tree, variant))
     with document.lines():
-        checked = parse(document.tree)
-    with Client(url) as client:
-        with document.lines():
-            job = client.submit(checked, key)
-        for each in job.advice if not as_json else ():
-            people().print(str(each), style="yellow", markup=False)
-        if not watch:
-            print_json(job) if as_json else people().print(f"{job.id}  {styled(job.status)}  watch it: millrace watch")
-            return
-        raise typer.Exit(follow(client, job.id, as_json))
+        return document, parse(document.tree)
 
 
 def watch(job: JobName = "last", url: Url = None, as_json: AsJson = False) -> None:
