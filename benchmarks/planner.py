@@ -29,9 +29,10 @@ from millrace.planner.trainer.imbalance import Imbalance
 from millrace.planner.trainer.layout import layout_of
 from millrace.planner.trainer.seconds import total
 from millrace.planner.trainer.times import Trainer, training_times
-from millrace.planner.workload import Passes, Workload, workload
+from millrace.planner.workload import Workload, workload
 from millrace.spec import JobSpec, load, parse
 from millrace.spec.merging import merged
+from millrace.spec.passes import StepPasses
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "planner.md"
@@ -44,7 +45,7 @@ EVEN = Imbalance(packing=lambda ranks: 0.0, expert_spread=0.0)
 """The measured jobs have sequences of equal length, or one rank, and the same number of tokens for every expert."""
 PROMPT, RESPONSE, RESPONSE_30B = 150, 1960, 1000
 """Mean lengths. The page has the response of DeepSeek-V3 only; the others are assumed."""
-MORE_HOSTS = "What their system loses on four hosts is more than the planner knows of"
+MORE_HOSTS = "Not explained, see above"
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def measured_jobs() -> Iterator[Row]:
 
 
 def _update(case: Measured) -> float:
-    work = Workload(case.sequences, 1, case.prompt, case.response, case.longest, Passes(0, 0, False, 1), 0)
+    work = Workload(case.sequences, 1, case.prompt, case.response, case.longest, StepPasses(1, *[False] * 5), 0)
     layout = layout_of(case.spec, case.shape, case.gpus)
     trainer = Trainer(H200, case.shape, layout, work, case.tokens, case.spec.model.lora, EVEN)
     return total(training_times(trainer).update)

@@ -11,6 +11,7 @@ from functools import cached_property
 from millrace.batching.cost import SequenceCost
 from millrace.errors import refused
 from millrace.spec import JobSpec
+from millrace.spec.passes import StepPasses, passes_of
 
 RESPONSE_SHARE = 0.25
 """Mean length of a response over the longest allowed one, where the user gives none."""
@@ -24,18 +25,6 @@ LARGEST_MEAN = 1e9
 
 
 @dataclass(frozen=True)
-class Passes:
-    """Passes over the tokens of a step in the trainer."""
-
-    policy: int
-    """Forward passes of the policy before its updates."""
-    reference: int
-    critic: bool
-    updates: int
-    """Optimizer updates, each on its share of the tokens."""
-
-
-@dataclass(frozen=True)
 class Workload:
     """One step. Lengths are tokens."""
 
@@ -45,7 +34,7 @@ class Workload:
     mean_prompt: float
     mean_response: float
     longest_response: int
-    passes: Passes
+    passes: StepPasses
     max_staleness: int
     recomputes_cache: bool = True
     """Whether running requests are read again with each new version (`rollout.cache_policy`)."""
@@ -116,16 +105,7 @@ def workload(spec: JobSpec, mean_prompt: float | None = None, mean_response: flo
         mean_prompt=mean_prompt or max(1.0, PROMPT_SHARE * longest_prompt),
         mean_response=mean_response or max(1.0, RESPONSE_SHARE * longest),
         longest_response=longest,
-        passes=_passes(spec),
+        passes=passes_of(spec, updates=spec.trainer.updates_per_step),
         max_staleness=spec.schedule.max_staleness,
         recomputes_cache=spec.rollout.cache_policy == "recompute",
     )
-
-
-def _passes(spec: JobSpec) -> Passes:
-    """The passes of a step. With a single update the policy's own pass would repeat what the update computes."""
-    algorithm, updates = spec.algorithm, spec.trainer.updates_per_step
-    in_reward = algorithm.kl is not None and algorithm.kl_in == "reward"
-    again = algorithm.old_logprobs == "recompute" and (updates > 1 or in_reward)
-    policy = again or bool(algorithm.corrections) or algorithm.top_entropy_fraction < 1
-    return Passes(int(policy), int(algorithm.kl is not None), algorithm.critic is not None, updates)

@@ -42,7 +42,23 @@ def test_passes_are_those_that_the_trainer_makes() -> None:
     assert workload(job(updates_per_step=2)).passes.policy == 1
     with_kl = workload(job(algorithm={"kl": "k3", "old_logprobs": "rollout"}, updates_per_step=2)).passes
     assert (with_kl.policy, with_kl.reference) == (0, 1)
-    assert workload(job(algorithm={"preset": "ppo"})).passes.critic
+    assert workload(job(algorithm={"preset": "ppo"})).passes.values
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "passes"),
+    [
+        ({"policy_loss": "clip_cov"}, 1),
+        ({"policy_loss": "kl_cov"}, 1),
+        ({"advantage": "optimal_token_baseline"}, 2),
+        ({"kl": "k1", "kl_in": "reward"}, 1),
+        ({"top_entropy_fraction": 0.5}, 1),
+    ],
+    ids=str,
+)
+def test_what_reads_the_policy_before_the_update_costs_a_pass(algorithm: dict[str, object], passes: int) -> None:
+    """With one update; the trainer makes the passes that the same rule names."""
+    assert workload(job(algorithm=algorithm)).passes.policy == passes
 
 
 def test_a_mean_over_the_longest_is_refused() -> None:

@@ -223,7 +223,7 @@ def training_times(trainer: Trainer) -> TrainingTimes:
     passes = trainer.work.passes
     scoring = scaled(trainer.scoring(), passes.policy + passes.reference)
     update = policy = trainer.update()
-    if passes.critic:
+    if passes.values:
         critic = replace(trainer, shape=trainer.shape.as_critic(), lora=None)
         scoring, update = added([scoring, critic.scoring()]), added([update, critic.update()])
     adapters = 0 if trainer.lora is None else int(active_adapter_parameters(trainer.shape, trainer.lora))

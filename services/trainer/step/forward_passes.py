@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from millrace.rl.checks import check_finite
-from millrace.rl.registry.catalogue import AlgorithmKind, find
 from millrace.spec import JobSpec
+from millrace.spec.passes import StepPasses
 from services.trainer.protocol.backend import Backend
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
@@ -31,46 +31,7 @@ class ForwardResults:
     """Entropies, nats, under the weights that the step begins with."""
 
 
-@dataclass(frozen=True)
-class NeededPasses:
-    """Which forward passes a step makes before its updates."""
-
-    train: bool
-    reference: bool
-    values: bool
-    sum_pi_squared: bool
-    entropies: bool = False
-
-    @property
-    def by_part(self) -> dict[str, int]:
-        """The forward passes of the policy and of the reference, by the part of the step whose time they take."""
-        return {"old_log_prob": self.train + self.sum_pi_squared, "ref": int(self.reference)}
-
-
-def passes_needed(spec: JobSpec, *, updates: int, policy_is_trained: bool = True) -> NeededPasses:
-    """Which passes the job needs.
-
-    With a single update the policy's own pass would only repeat what the update computes, unless something before the
-    update reads its result. Where the policy is not trained, only that pass can be compared with the engine.
-    """
-    algorithm = spec.algorithm
-    recomputed = algorithm.old_logprobs == "recompute"
-    inputs = find(AlgorithmKind.ADVANTAGE, algorithm.advantage.name).inputs
-    read = {"old_logprobs_bt", "weights_bt"} & inputs
-    read |= {"selected_bt"} & find(AlgorithmKind.POLICY_LOSS, algorithm.policy_loss.name).inputs
-    in_reward = algorithm.kl is not None and algorithm.kl_in == "reward"
-    train = bool(algorithm.corrections) or (recomputed and (updates > 1 or bool(read) or in_reward))
-    squares, entropies = "sum_pi_squared_bt" in inputs, algorithm.top_entropy_fraction < 1
-    return NeededPasses(
-        train=train or squares or entropies or not policy_is_trained,
-        reference=algorithm.kl is not None,
-        values=algorithm.critic is not None,
-        sum_pi_squared=squares,
-        entropies=entropies,
-    )
-
-
-def run_passes(spec: JobSpec, backend: Backend, batch: RankBatch, needed: NeededPasses, clock: Clock) -> ForwardResults:
+def run_passes(spec: JobSpec, backend: Backend, batch: RankBatch, needed: StepPasses, clock: Clock) -> ForwardResults:
     """Makes the needed passes. Raises NonFinite."""
     temperature = spec.rollout.temperature
 

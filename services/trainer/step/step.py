@@ -11,6 +11,7 @@ from millrace.admission.choices import teacher_top
 from millrace.contracts.v1.trainer_pb2 import StepRequest, TrainedGroup
 from millrace.errors import InvalidJob, NonFinite, PartialStep
 from millrace.spec import JobSpec
+from millrace.spec.passes import passes_of
 from millrace.telemetry.metrics.histograms import Histogram
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
@@ -20,7 +21,7 @@ from services.trainer.ranks import collectives
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.step.batch import BatchDivision, RankBatch
 from services.trainer.step.fetch import fetch
-from services.trainer.step.forward_passes import ForwardResults, passes_needed, run_passes
+from services.trainer.step.forward_passes import ForwardResults, run_passes
 from services.trainer.step.kl import KlCoefficient, mean_kl
 from services.trainer.step.loss_inputs import make_loss_inputs
 from services.trainer.step.metrics import Clock, mismatch_by_part, over_updates, reported, step_histograms
@@ -85,7 +86,7 @@ def train_step(
         batch = RankBatch(division, samples, parallel, backend.device)
     meter.tokens = max((sum(m.lengths) for microbatches in batch.updates for m in microbatches), default=0)
     warm = (critic := spec.algorithm.critic) is None or request.step > critic.warmup_steps
-    needed = passes_needed(spec, updates=len(batch.updates), policy_is_trained=warm)
+    needed = passes_of(spec, updates=len(batch.updates), policy_is_trained=warm)
     scored = run_passes(spec, backend, batch, needed, clock)
     with clock("adv"):
         inputs, metrics = make_loss_inputs(spec, batch, scored)
