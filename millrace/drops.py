@@ -30,6 +30,8 @@ class DropReason(StrEnum):
     """The environment failed, hung, crashed or took too long in an episode, twice."""
     REPLICA_FAILED = "replica_failed"
     """The replica met a bug while it worked on this prompt."""
+    KILLED_REPLICAS = "killed_replicas"
+    """Replica after replica died while it worked on this prompt."""
     NO_SIGNAL = "no_signal"
     """All rewards of the group are equal, so that every advantage is 0, and the job drops such groups."""
     JOB_SUCCEEDED = "job_succeeded"

@@ -39,6 +39,7 @@ class EventKind(StrEnum):
     MEMBER_FAILED = "member.failed"
     MEMBER_JOINING = "member.joining"
     MEMBER_OUT = "member.out"
+    MEMBER_DIED = "member.died"
     PROMPT_DROPPED = "prompt.dropped"
     LEASE_EXPIRED = "lease.expired"
     GROUP_STALE = "group.stale"
@@ -175,12 +176,23 @@ class MemberOut(EventData):
     prompts: Sequence[PromptId] = Field(description="Prompts whose leases it held; the first 50.")
 
 
+class MemberDied(EventData):
+    """A member died while it worked for the job, which is charged with the death; or its next life told how it ended.
+    The message has its last words."""
+
+    kind: Literal[EventKind.MEMBER_DIED] = EventKind.MEMBER_DIED
+    member: MemberId
+    deaths: int | None = Field(
+        None, description="Replicas: deaths in a row at its address, with no completed group in between."
+    )
+
+
 class PromptDropped(EventData):
     """A prompt produced no usable samples: its data row is bad, or a replica refused it."""
 
     kind: Literal[EventKind.PROMPT_DROPPED] = EventKind.PROMPT_DROPPED
     reason: DropReason = Field(DropReason.UNSPECIFIED, description="Unspecified in event logs of release 0.1.")
-    prompt: PromptId | None = Field(None, description="Known if the data row is bad.")
+    prompt: PromptId | None = Field(None, description="Known if the data row is bad, or replicas died.")
     lease: LeaseId | None = Field(None, description="Known if a replica refused the prompt.")
     member: MemberId | None = Field(None, description="The replica that refused the prompt.")
 
@@ -359,6 +371,7 @@ Payload = (
     | MemberFailed
     | MemberJoining
     | MemberOut
+    | MemberDied
     | PromptDropped
     | LeaseExpired
     | GroupStale

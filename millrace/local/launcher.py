@@ -22,8 +22,10 @@ from types import FrameType
 import psutil
 import structlog
 
+from millrace.local.lives import Life
 from millrace.local.restarts import Restarts
 from millrace.local.sockets import short_sockets
+from millrace.wire import last_words
 from millrace.wire.membership import DRAINED_FILE, LIFE_FILE
 
 log = structlog.get_logger(__name__)
@@ -63,8 +65,9 @@ class Launcher:
     def __init__(
         self, processes: Callable[[], Sequence[ForkServerProcess]], restarts: Restarts, silent_s: float = math.inf
     ) -> None:
-        """`processes` makes those of one life; they are not started yet. `restarts` bounds their number of lives. A
-        member of the fleet that has not tried to reach the coordinator for `silent_s` stands still, and is killed."""
+        """`processes` makes those of one life; they are not started yet. `restarts` bounds their number of lives that
+        do not join the fleet. A member that has not tried to reach the coordinator for `silent_s` stands still, and is
+        killed."""
         self._processes, self._restarts, self._silent_s = processes, restarts, silent_s
         self._running: Sequence[ForkServerProcess] = ()
         self._stopping = False
@@ -73,18 +76,23 @@ class Launcher:
         """Returns the exit status: 0 where the processes were drained, 1 where they ended too often."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        with _file(DRAINED_FILE) as drained, _file(LIFE_FILE) as self._life:
-            return self._keep(drained)
+        with (
+            _file(DRAINED_FILE) as drained,
+            _file(LIFE_FILE) as self._life,
+            _file(last_words.FOLDER) as words,
+        ):
+            return self._keep(drained, words)
 
-    def _keep(self, drained: Path) -> int:
+    def _keep(self, drained: Path, words: Path) -> int:
         while not self._stopping:
-            began = time.monotonic()
+            began, life = time.monotonic(), Life(words)
             failed = self._live()
+            life.end(failed)
             if not failed and (self._stopping or drained.exists()):
                 return 0
             if self._stopping:
                 return 1
-            wait_s = self._restarts.wait_s(time.monotonic())
+            wait_s = self._restarts.wait_s(time.monotonic(), joined=life.joined)
             told = {"ended": failed or "in order", "lived_s": round(time.monotonic() - began)}
             if wait_s is None:
                 log.error("the processes ended too often and are not started again", **told)

@@ -16,11 +16,13 @@ from millrace.data import shared_copies
 from millrace.errors import InvalidState, MillraceError, Unavailable
 from millrace.local import child_processes
 from millrace.local.launcher import STANDBY
+from millrace.local.lives import joined
 from millrace.local.options import Service, StackOptions
 from millrace.local.ports import check_free
 from millrace.local.restarts import Restarts
 from millrace.local.service_log import ServiceLog, say
 from millrace.rest import MemberState
+from millrace.wire import last_words
 from millrace.wire.membership import DRAINED_FILE, LIFE_FILE
 
 LOOK_S = 0.2
@@ -49,7 +51,7 @@ class Supervisor:
         self.failure: MillraceError | None = None
 
     async def run(self) -> int:
-        """Until SIGTERM or SIGINT (0), or until a service that the stack cannot do without keeps dying (1)."""
+        """Until SIGTERM or SIGINT (0), or until a service that the stack cannot do without cannot run here (1)."""
         check_free({"--http-port": self.options.http_port, "--grpc-port": self.options.grpc_port})
         child_processes.adopt_orphans()
         loop = asyncio.get_running_loop()
@@ -72,7 +74,8 @@ class Supervisor:
         return 1 if self.failure is not None else 0
 
     async def keep(self, service: Service) -> None:
-        """Runs `service` until the stack stops or somebody drains it, however often it dies, within the bound."""
+        """Runs `service` until the stack stops or somebody drains it, however often it dies: within a bound where it
+        does not come as far as the fleet."""
         restarts = Restarts()
         while not self.stopping.is_set():
             started_s = time.monotonic()
@@ -95,7 +98,7 @@ class Supervisor:
                 say("millrace", f"{service.name} was drained and has left the fleet; {then}")
                 return
             lived_s = time.monotonic() - started_s
-            wait_s = restarts.wait_s(time.monotonic())
+            wait_s = restarts.wait_s(time.monotonic(), joined=joined(self.words_folder(service)))
             self.tell_death(service, process.returncode, lived_s, wait_s, restarts)
             if wait_s is None:
                 self.give_up(service)
@@ -105,8 +108,9 @@ class Supervisor:
                     await self.stopping.wait()
 
     def start(self, service: Service) -> subprocess.Popen[bytes]:
-        drained, life = self.drained_file(service), self.life_file(service)
-        for file in (drained, life):
+        self.words_folder(service).mkdir(parents=True, exist_ok=True)
+        member = self.words_folder(service) / last_words.MEMBER
+        for file in (self.drained_file(service), self.life_file(service), member):
             file.unlink(missing_ok=True)
         process = self.standbys.pop(service.name, None)
         with self.logs[service.name].opened(service.argv) as output:
@@ -128,7 +132,7 @@ class Supervisor:
 
     def environment(self, service: Service) -> dict[str, str]:
         files = {DRAINED_FILE: str(self.drained_file(service)), LIFE_FILE: str(self.life_file(service))}
-        return {**service.environment, **files}
+        return {**service.environment, **files, last_words.FOLDER: str(self.words_folder(service))}
 
     def drained_file(self, service: Service) -> Path:
         """The file that the service makes when somebody drains it."""
@@ -137,6 +141,10 @@ class Supervisor:
     def life_file(self, service: Service) -> Path:
         """The file that the service touches before each heartbeat."""
         return self.options.folder.resolve() / f"{service.name}.life"
+
+    def words_folder(self, service: Service) -> Path:
+        """The folder in which the service's processes leave how they ended, and that they had joined the fleet."""
+        return self.options.folder.resolve() / "lives" / service.name
 
     def stands_still(self, service: Service) -> bool:
         """Whether the service has begun to send heartbeats and has stopped to, without having ended."""
@@ -156,7 +164,7 @@ class Supervisor:
     ) -> None:
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         then = (
-            f"it is started again in {wait_s:g} s ({restarts.used} of {restarts.limit} times)"
+            f"it is started again in {wait_s:g} s ({restarts.told})"
             if wait_s is not None
             else f"it died {restarts.limit + 1} times and is not started again"
         )

@@ -14,6 +14,7 @@ from millrace.contracts.methods import FleetRpc
 from millrace.contracts.v1 import fleet_pb2
 from millrace.errors import InvalidRequest, InvalidState, MillraceError, NotFound, Unavailable
 from millrace.ids import MemberId
+from millrace.wire import last_words
 from millrace.wire.channel import Peer
 
 log = structlog.get_logger(__name__)
@@ -62,7 +63,11 @@ class Membership:
     async def join(self) -> None:
         """Registers. Raises InvalidState where the coordinator refuses this member (another protocol version, a wrong
         token), Unavailable where it cannot be reached within the patience."""
-        reply = await self._patiently(FleetRpc.Register, self._registration())
+        request = self._registration()
+        if (before := last_words.previous()) is not None:
+            request.previous.CopyFrom(before)
+        reply = await self._patiently(FleetRpc.Register, request)
+        last_words.joined(self._member_id)
         self._heartbeat_s = reply.heartbeat_s
         self._registered = True
         log.info("registered", coordinator=self._coordinator.address, epoch=reply.epoch)
@@ -90,9 +95,11 @@ class Membership:
         self._leaving = True
         await self._try(FleetRpc.Drain, fleet_pb2.DrainRequest(member_id=self._member_id))
 
-    async def leave(self, reason: str) -> None:
-        """Tells the coordinator, if it can be reached, that this member is gone."""
-        await self._try(FleetRpc.Leave, fleet_pb2.LeaveRequest(member_id=self._member_id, reason=reason))
+    async def leave(self, reason: str, *, failed: bool = False) -> None:
+        """Tells the coordinator, if it can be reached, that this member is gone; `failed`: because something in it
+        failed."""
+        request = fleet_pb2.LeaveRequest(member_id=self._member_id, reason=reason, failed=failed)
+        await self._try(FleetRpc.Leave, request)
 
     async def _patiently(self, method: Unary[Request, Response], request: Request) -> Response:
         """One call, repeated while the coordinator does not answer it and the patience lasts."""

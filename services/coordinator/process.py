@@ -33,6 +33,7 @@ from services.coordinator.stages.run import Components
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.waiting import Turn
 from services.coordinator.store import Store
+from services.coordinator.work.deaths import DeathWatch
 from services.coordinator.work.queue import Queue
 
 log = structlog.get_logger(__name__)
@@ -94,6 +95,8 @@ class Coordinator:
         services = servicers(FleetServicer(fleet, spans), WorkServicer(fleet, queue, store, prometheus))
         observe = grpc_observer(prometheus.registry)
         grpc = Server(services, self._settings.grpc_host, self._settings.grpc_port, LARGEST_GROUP_BYTES, observe)
+        turn = Turn()
+        DeathWatch(store, fleet, turn, events)
         components = Components(
             store=store,
             fleet=fleet,
@@ -101,7 +104,7 @@ class Coordinator:
             queue=queue,
             publisher=publisher,
             events=events,
-            turn=Turn(),
+            turn=turn,
             prometheus=prometheus,
             spans=spans,
             control=control_bell,

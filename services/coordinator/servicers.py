@@ -50,7 +50,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
     async def Leave(
         self, request: fleet_pb2.LeaveRequest, context: grpc.aio.ServicerContext
     ) -> fleet_pb2.LeaveResponse:
-        await self._fleet.leave(request.member_id, request.reason)
+        await self._fleet.leave(request.member_id, request.reason, failed=request.failed)
         return fleet_pb2.LeaveResponse()
 
     async def FindPool(

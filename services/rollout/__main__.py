@@ -249,7 +249,7 @@ async def _member(
         await server.healthy(False)
         await replica.close()
         beating.cancel()
-    await membership.leave(replica.failure or "it was told to stop")
+    await membership.leave(replica.failure or "it was told to stop", failed=replica.died.is_set())
     return ending
 
 

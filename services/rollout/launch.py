@@ -21,6 +21,7 @@ from millrace.local.ports import free_port
 from millrace.local.restarts import Restarts
 from millrace.telemetry import logs
 from millrace.version import VersionOption
+from millrace.wire import last_words
 from millrace.wire.address import HostOption, InsecureOption, advertise, bind_address, host_address, require_token
 from services.rollout.engines import probe
 from services.rollout.nodes.place import LeaderOption, NodeRankOption, NodesOption, Place
@@ -29,7 +30,8 @@ PRELOADED = ["services.rollout.__main__"]
 """What is imported before a replica is forked, after what its engine's descriptor names. None of it starts a thread or
 CUDA."""
 RESTARTS = Restarts(limit=3, window_s=600.0, first_wait_s=0.1, longest_wait_s=1.0)
-"""A replica that ends more often ends the launcher: whoever started it has a wider view."""
+"""A replica that ends more often before it has joined the fleet ends the launcher: whoever started it has a wider
+view."""
 app = typer.Typer(pretty_exceptions_enable=False)
 
 
@@ -78,6 +80,7 @@ def _replica(arguments: Sequence[str]) -> None:
     """The replica, in its own process."""
     from services.rollout.__main__ import app as replica
 
+    last_words.listen()
     replica(list(arguments), prog_name="python -m services.rollout")
 
 

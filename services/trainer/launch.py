@@ -23,6 +23,7 @@ from millrace.local.restarts import Restarts
 from millrace.telemetry import logs
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsPortOption
 from millrace.version import VersionOption
+from millrace.wire import last_words
 from millrace.wire.address import (
     CoordinatorOption,
     HostOption,
@@ -74,6 +75,7 @@ def _rank(environment: Mapping[str, str], coordinator: str, port: int, silent_s:
     os.environ.update(environment)
     from services.trainer.__main__ import serve
 
+    last_words.listen()
     sys.exit(serve(coordinator, port, silent_s, metrics_port))
 
 
@@ -110,7 +112,8 @@ CALL_S = 11.0
 """Rank 0 shows life before each call to the coordinator: so long a call and the pause after it take that is not
 answered."""
 RESTARTS = Restarts(limit=3, window_s=600.0, first_wait_s=0.1, longest_wait_s=1.0)
-"""Ranks that fail more often end the trainer: whoever started it has a wider view."""
+"""Ranks that fail more often before the trainer has joined the fleet end the trainer: whoever started it has a wider
+view."""
 
 
 if __name__ == "__main__":

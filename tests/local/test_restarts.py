@@ -12,3 +12,11 @@ def test_a_process_that_ran_well_for_long_starts_with_a_clean_slate() -> None:
     assert restarts.wait_s(50) is None
     assert restarts.wait_s(101) == 2  # the death at 0 s is forgotten, the one at 1 s not yet
     assert restarts.used == 2
+
+
+def test_a_process_that_had_joined_the_fleet_is_never_given_up() -> None:
+    restarts = Restarts(limit=2, first_wait_s=1, longest_wait_joined_s=3)
+    assert [restarts.wait_s(now, joined=True) for now in range(50)] == [1, 2] + [3] * 48
+    assert restarts.used == 0, "what it died of may be a job's fault: it leaves the limit to lives that never joined"
+    assert [restarts.wait_s(50), restarts.wait_s(51), restarts.wait_s(52)] == [15, 15, None]
+    assert restarts.wait_s(53, joined=True) == 3

@@ -56,7 +56,7 @@ export interface DiagnosisView {
 }
 
 /** DropReason of proto/millrace/v1/common.proto. The ledger, events, Prometheus and REST use these values. */
-export type DropReason = "unspecified" | "bad_row" | "bad_prompt" | "prompt_too_long" | "bad_logprobs" | "reward_failed" | "incomplete_group" | "malformed_group" | "group_too_large" | "environment_failed" | "replica_failed" | "no_signal" | "job_succeeded" | "job_failed" | "job_cancelled";
+export type DropReason = "unspecified" | "bad_row" | "bad_prompt" | "prompt_too_long" | "bad_logprobs" | "reward_failed" | "incomplete_group" | "malformed_group" | "group_too_large" | "environment_failed" | "replica_failed" | "killed_replicas" | "no_signal" | "job_succeeded" | "job_failed" | "job_cancelled";
 
 /** The held-out prompts were scored. */
 export interface EvaluationDone {
@@ -71,11 +71,11 @@ export interface Event {
   id: string;
   time_s: number;
   message: string;
-  data: JobMoved | JobWaiting | JobRewound | DataOpened | TrainerConfiguring | TrainerConfigured | TrainerLost | TrainerOutOfMemory | MemberJoined | MemberConfigured | MemberFailed | MemberJoining | MemberOut | PromptDropped | LeaseExpired | GroupStale | GroupDropped | StepDone | TrainingWarning | PublicationDone | PublicationFailed | EvaluationDone | CheckpointSaved | CheckpointFailed | TrackerFailed | ReportFailed | OtherRelease;
+  data: JobMoved | JobWaiting | JobRewound | DataOpened | TrainerConfiguring | TrainerConfigured | TrainerLost | TrainerOutOfMemory | MemberJoined | MemberConfigured | MemberFailed | MemberJoining | MemberOut | MemberDied | PromptDropped | LeaseExpired | GroupStale | GroupDropped | StepDone | TrainingWarning | PublicationDone | PublicationFailed | EvaluationDone | CheckpointSaved | CheckpointFailed | TrackerFailed | ReportFailed | OtherRelease;
   kind: EventKind | string;
 }
 
-export type EventKind = "job.state" | "job.waiting" | "job.rewound" | "data.opened" | "trainer.configuring" | "trainer.configured" | "trainer.lost" | "trainer.out_of_memory" | "member.joined" | "member.configured" | "member.failed" | "member.joining" | "member.out" | "prompt.dropped" | "lease.expired" | "group.stale" | "group.dropped" | "step.done" | "training.warning" | "publication.done" | "publication.failed" | "evaluation.done" | "checkpoint.saved" | "checkpoint.failed" | "tracker.failed" | "report.failed";
+export type EventKind = "job.state" | "job.waiting" | "job.rewound" | "data.opened" | "trainer.configuring" | "trainer.configured" | "trainer.lost" | "trainer.out_of_memory" | "member.joined" | "member.configured" | "member.failed" | "member.joining" | "member.out" | "member.died" | "prompt.dropped" | "lease.expired" | "group.stale" | "group.dropped" | "step.done" | "training.warning" | "publication.done" | "publication.failed" | "evaluation.done" | "checkpoint.saved" | "checkpoint.failed" | "tracker.failed" | "report.failed";
 
 /** A number that speaks for a finding. */
 export interface FigureView {
@@ -304,6 +304,13 @@ export interface MemberConfigured {
   member: string;
   engine: string;
   pool: string;
+}
+
+/** A member died while it worked for the job, which is charged with the death; or its next life told how it ended. The message has its last words. */
+export interface MemberDied {
+  kind: "member.died";
+  member: string;
+  deaths: number | null;
 }
 
 /** A replica could not be configured for the job, or refused it. */

@@ -37,6 +37,7 @@ class DropReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DROP_REASON_JOB_CANCELLED: _ClassVar[DropReason]
     DROP_REASON_GROUP_TOO_LARGE: _ClassVar[DropReason]
     DROP_REASON_ENVIRONMENT_FAILED: _ClassVar[DropReason]
+    DROP_REASON_KILLED_REPLICAS: _ClassVar[DropReason]
 
 class EpisodeEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -66,6 +67,7 @@ DROP_REASON_JOB_FAILED: DropReason
 DROP_REASON_JOB_CANCELLED: DropReason
 DROP_REASON_GROUP_TOO_LARGE: DropReason
 DROP_REASON_ENVIRONMENT_FAILED: DropReason
+DROP_REASON_KILLED_REPLICAS: DropReason
 EPISODE_END_UNSPECIFIED: EpisodeEnd
 EPISODE_END_DONE: EpisodeEnd
 EPISODE_END_TURNS: EpisodeEnd

@@ -17,7 +17,7 @@ MEMBER_KIND_TRAINER: MemberKind
 MEMBER_KIND_ROLLOUT: MemberKind
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("member_id", "kind", "address", "protocol_version", "release", "engine", "engine_release", "world_size", "host", "device", "metrics_port", "sessions_port", "pool")
+    __slots__ = ("member_id", "kind", "address", "protocol_version", "release", "engine", "engine_release", "world_size", "host", "device", "metrics_port", "sessions_port", "pool", "previous")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class RegisterRequest(_message.Message):
     METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_PORT_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     kind: MemberKind
     address: str
@@ -44,7 +45,18 @@ class RegisterRequest(_message.Message):
     metrics_port: int
     sessions_port: int
     pool: str
-    def __init__(self, member_id: _Optional[str] = ..., kind: _Optional[_Union[MemberKind, str]] = ..., address: _Optional[str] = ..., protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., engine: _Optional[str] = ..., engine_release: _Optional[str] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., metrics_port: _Optional[int] = ..., sessions_port: _Optional[int] = ..., pool: _Optional[str] = ...) -> None: ...
+    previous: PreviousLife
+    def __init__(self, member_id: _Optional[str] = ..., kind: _Optional[_Union[MemberKind, str]] = ..., address: _Optional[str] = ..., protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., engine: _Optional[str] = ..., engine_release: _Optional[str] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., metrics_port: _Optional[int] = ..., sessions_port: _Optional[int] = ..., pool: _Optional[str] = ..., previous: _Optional[_Union[PreviousLife, _Mapping]] = ...) -> None: ...
+
+class PreviousLife(_message.Message):
+    __slots__ = ("member_id", "ended", "last_words")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    LAST_WORDS_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    ended: str
+    last_words: str
+    def __init__(self, member_id: _Optional[str] = ..., ended: _Optional[str] = ..., last_words: _Optional[str] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ("epoch", "heartbeat_s", "lost_after_s")
@@ -153,12 +165,14 @@ class DrainResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("member_id", "reason")
+    __slots__ = ("member_id", "reason", "failed")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     reason: str
-    def __init__(self, member_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    failed: bool
+    def __init__(self, member_id: _Optional[str] = ..., reason: _Optional[str] = ..., failed: bool = ...) -> None: ...
 
 class LeaveResponse(_message.Message):
     __slots__ = ()

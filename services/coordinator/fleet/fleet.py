@@ -31,11 +31,14 @@ LOST_SHOWN_S = 120.0
 """How long a lost member is still shown."""
 LONGEST_WAIT_S = 30.0
 """Longest wait for the replicas of a pool."""
+LONGEST_WORDS = 4000
+"""Characters of a member's last words that are kept."""
 LONGEST_RETRY_S = 60.0
 """Longest wait before a member that fails repeatedly is tried again."""
 
 
 Gone = Callable[[Member, str], Awaitable[None]]
+LastWords = Callable[[MemberId, str], Awaitable[None]]
 
 
 class Fleet:
@@ -53,10 +56,15 @@ class Fleet:
         self._peers: dict[MemberId, Peer] = {}
         self._on_gone: list[Gone] = []
         self._on_drain: list[Callable[[Member], None]] = []
+        self._on_last_words: list[LastWords] = []
 
     def on_gone(self, call: Gone) -> None:
         """From now on `call(member, why)` runs after a member was lost, has left, or was cut."""
         self._on_gone.append(call)
+
+    def on_last_words(self, call: LastWords) -> None:
+        """From now on `call(member_id, words)` runs when the next life of a process that died tells how it ended."""
+        self._on_last_words.append(call)
 
     def on_drain(self, call: Callable[[Member], None]) -> None:
         """From now on `call(member)` runs as soon as a member drains."""
@@ -93,8 +101,10 @@ class Fleet:
             known.pulse, known.lost_after_s = Pulse(), self.patience_now.lost_after_s
             return self.epoch
         member = Member.of(request)
+        if request.HasField("previous"):
+            await self._hear(request.previous)
         for old in [m for m in self._members.values() if m.address == member.address and m.id != member.id]:
-            await self._remove(old, f"{member.id} took its address")
+            await self._remove(old, old.last_words.partition("\n")[0] or f"{member.id} took its address")
         self.epoch = await self._store.members.join(member.id, member.to_json())
         await self._drop_peer(member.id)
         self._members[member.id] = member
@@ -103,6 +113,15 @@ class Fleet:
         log.info("member joined", member=member.id, address=member.address, engine=member.engine, epoch=self.epoch)
         self.bell.ring()
         return self.epoch
+
+    async def _hear(self, previous: fleet_pb2.PreviousLife) -> None:
+        """How a member's process ended, told by its next life, which may come before its silence was noticed."""
+        member_id = MemberId(previous.member_id)
+        words = "\n".join(part for part in (previous.ended, previous.last_words) if part)[:LONGEST_WORDS]
+        if (member := self._members.get(member_id)) is not None:
+            member.last_words = words
+        for call in self._on_last_words:
+            await call(member_id, words)
 
     def heartbeat(self, beat: fleet_pb2.HeartbeatRequest) -> Member:
         """Notes a heartbeat. Raises NotFound where the member has to register again."""
@@ -132,10 +151,11 @@ class Fleet:
         self.bell.ring()
         return member
 
-    async def leave(self, member_id: str, reason: str) -> None:
+    async def leave(self, member_id: str, reason: str, *, failed: bool = False) -> None:
+        """The member is gone: told to, or because something in it `failed`."""
         if member := self._members.get(MemberId(member_id)):
-            member.left = True
-            await self._remove(member, f"left: {reason}" if reason else "left")
+            member.left = not failed
+            await self._remove(member, reason if failed else f"left: {reason}" if reason else "left")
 
     # Finding lost members.
 
@@ -240,6 +260,10 @@ class Fleet:
         await self._store.members.put_all({member.id: member.to_json() for member in members})
 
     # Reading, and calling members.
+
+    def known(self, member_id: MemberId) -> Member | None:
+        """The member with this id, if it is in the fleet."""
+        return self._members.get(member_id)
 
     def member(self, member_id: str) -> Member:
         """The member with this id. Raises NotFound."""

@@ -7,6 +7,7 @@ the answer is always the same: wait until that is back, and start the loop again
 import asyncio
 import contextlib
 import time
+import uuid
 from typing import Literal
 
 import structlog
@@ -14,7 +15,7 @@ import structlog
 from millrace import events, hub
 from millrace.data import PromptSource, open_section
 from millrace.drops import DropReason
-from millrace.errors import InvalidState, MillraceError
+from millrace.errors import InvalidState, MillraceError, Unavailable
 from millrace.ids import JobId
 from millrace.rest import JobState
 from millrace.telemetry.spans.context import TraceContext
@@ -26,12 +27,13 @@ from services.coordinator.stages.checkpoint import recover
 from services.coordinator.stages.report import report
 from services.coordinator.stages.run import Cancelled, Components, Run
 from services.coordinator.state.bell import waited
+from services.coordinator.state.deaths import TRAINER_BUDGET
 from services.coordinator.state.job import ACTIVE, JobRecord
 from services.coordinator.store import StoreDown, Superseded
 
 log = structlog.get_logger(__name__)
-SETBACKS = 5
-"""A job that loses its trainer more often than this, without training a step in between, fails."""
+WORDS_S = 5.0
+"""How long the next life of a lost trainer is waited for, to tell how the one before ended."""
 LOOK_EVERY_S = 5.0
 
 
@@ -40,8 +42,6 @@ class Runner:
 
     def __init__(self, components: Components) -> None:
         self._components = components
-        self._setbacks = 0
-        self._reached: tuple[str, int] = ("", -1)
 
     async def run(self) -> None:
         """Runs jobs until cancelled. Raises Superseded."""
@@ -75,7 +75,6 @@ class Runner:
             await self._components.events.move(queued, JobState.STARTING, message, **started)
         except InvalidState:  # it was cancelled meanwhile
             return None
-        self._reached = ("", -1)
         began_s = turn.job.since_s or turn.job.created_s
         RECORDER.past(SpanKind.JOB_QUEUE, TraceContext.of_step(queued, 0, 0), began_s, time.time())
         return await store.jobs.get(queued)
@@ -145,15 +144,24 @@ class Runner:
 
     async def _set_back(self, job: JobRecord, run: Run | None, lost: TrainerLost) -> None:
         """Waits before the loop starts again. A job that loses its trainer repeatedly at the same step fails."""
-        reached = (job.id, run.job.step if run else job.step)
-        self._setbacks = self._setbacks + 1 if reached == self._reached else 1
-        self._reached = reached
-        if self._setbacks > SETBACKS:
-            await self._fail(job.id, run, f"the trainer was lost {SETBACKS} times at step {reached[1] + 1}: {lost}")
-            return
-        told = events.TrainerLost(step=reached[1], setbacks=self._setbacks)
+        deaths, step = self._components.store.deaths(job.id), run.job.step if run else job.step
+        setbacks = await deaths.set_back(step, uuid.uuid4().hex)
+        told = events.TrainerLost(step=step, setbacks=setbacks)
         await self._components.events.add(job.id, told, str(lost))
-        await asyncio.sleep(0.5 * self._setbacks)
+        if setbacks <= TRAINER_BUDGET:
+            await asyncio.sleep(0.5 * setbacks)
+            return
+        await self._trainer_is_back(WORDS_S)
+        why = await deaths.words() or lost.what
+        what = f"the trainer was lost {setbacks} times at step {step + 1}: {why}"
+        fix = f"remove the cause, then continue with `millrace resume {job.id}`."
+        await self._fail(job.id, run, str(Unavailable(what, fix)))
+
+    async def _trainer_is_back(self, within_s: float) -> None:
+        """Waits for a trainer, at most so long."""
+        fleet, deadline = self._components.fleet, time.monotonic() + within_s
+        while fleet.trainer is None and (left_s := deadline - time.monotonic()) > 0:
+            await waited(fleet.bell.next(), min(left_s, 1.0))
 
     async def _fail(self, job_id: JobId, run: Run | None, failure: str) -> None:
         """Records the failure first: after a crash in the middle of this, the job is ended and not run again."""

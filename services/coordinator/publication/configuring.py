@@ -41,6 +41,7 @@ class Configuring:
         self._job = job
         self._pool = pool
         self._records = store.records(job.id)
+        self._deaths = store.deaths(job.id)
         self._fleet = fleet
         self._events = events
         self._note = ACCEPTED if pool == ROLLOUT else f"{ACCEPTED}.{pool}"
@@ -113,7 +114,8 @@ class Configuring:
             self._fleet.bell.ring()
 
     async def _configuration_failed(self, member: Member, error: MillraceError) -> None:
-        """A replica that refuses the job as invalid stays in the fleet; any other failure takes it out of service."""
+        """A replica that refuses the job as invalid stays in the fleet; any other failure takes it out of service, and
+        is charged to the job as a death is."""
         job, refused = self._job, isinstance(error, InvalidJob)
         failed = Unconfigured(job.id, job.spec_digest, error, refused)
         if refused:
@@ -122,6 +124,9 @@ class Configuring:
         else:
             member.unconfigured = failed
             await self._fleet.cut(member, "it could not be configured")
+            if not member.gone.is_set():  # otherwise it is charged as a death
+                await self._deaths.say(member.id, str(error))
+                await self._deaths.charge(member.place, f"{member.id} {member.failures}")
             message = f"{member.id} could not be configured for {job.id}: {error}"
         told = events.MemberFailed(member=member.id, refused=refused, pool=self._pool)
         await self._events.add(job.id, told, message)

@@ -93,7 +93,7 @@ async def _look(run: Run, gathered: Gathered) -> None:
 
 async def _check(run: Run, gathered: Gathered) -> None:
     """Raises InvalidState or Unavailable where the job makes no progress."""
-    run.check_fleet()
+    await run.check_fleet()
     per_step, algorithm = run.spec.schedule.prompts_per_step, run.spec.algorithm
     if gathered.without_signal > algorithm.max_refills * per_step:
         what = f"{gathered.without_signal} groups in a row had no signal: all rewards in each were equal."

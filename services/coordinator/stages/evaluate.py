@@ -80,7 +80,7 @@ async def _answers(run: Run, count: int) -> list[GroupSummary]:
         counts = await run.evaluation.counts()
         if counts.generated + counts.dropped >= count:
             return await run.evaluation.summaries((await run.evaluation.generated())[0])
-        run.check_fleet()
+        await run.check_fleet()
         await waited(ring, LOOK_EVERY_S)
 
 

@@ -24,6 +24,7 @@ from services.coordinator.observe.step_metrics import step_row
 from services.coordinator.publication.joining import Joining
 from services.coordinator.publication.publisher import Publisher
 from services.coordinator.state.bell import Bell, waited
+from services.coordinator.state.deaths import Deaths
 from services.coordinator.state.job import JobRecord, Wanted
 from services.coordinator.state.member import Weights
 from services.coordinator.state.waiting import Turn
@@ -166,13 +167,26 @@ class Run:
         for tracker in self.trackers or []:
             tracker.close()
 
-    def check_fleet(self) -> None:
+    async def check_fleet(self) -> None:
         """Called while groups are waited for. Raises TrainerLost where another trainer has taken over: replicas may be
-        waiting for its weights. Raises Unavailable where no replica of a pool has served the job for too long."""
+        waiting for its weights. Raises Unavailable where no replica of a pool has served the job for too long, or all
+        of them died too often while they worked for it."""
         if self.components.fleet.trainer is not None and self.components.trainer.holds is None:
             raise TrainerLost("another trainer has taken over.")
+        deaths = await self.components.store.deaths(self.job.id).all()
         for pool, without in self._without_replicas.items():
+            self._check_deaths(pool, deaths.of_pool(pool))
             self._check_pool(pool, without)
+
+    def _check_deaths(self, pool: str, deaths: Deaths) -> None:
+        """Raises Unavailable where the budget of deaths is spent at every place of the pool."""
+        if number := deaths.spent([member.place for member in self.components.fleet.pool(pool)]):
+            which = "" if pool == ROLLOUT else f" of the pool {pool}"
+            what = (
+                f"a replica{which} failed {number} times in a row at the work of this job (it died, or could not be "
+                f"made ready), and no group was completed in between. The last one: {deaths.words}"
+            )
+            raise Unavailable(what, f"remove the cause, then resume the job; `millrace events {self.job.id}` has more.")
 
     def _check_pool(self, pool: str, without: TimeWithoutReplicas) -> None:
         """Raises Unavailable where no replica of the pool has served the job for too long."""

@@ -12,6 +12,7 @@ from millrace.ids import JobId, MemberId, Version
 from millrace.rest import MemberKind, MemberState, MemberView
 from millrace.sandbox.boundaries import Boundary
 from millrace.spec.pool import ROLLOUT
+from services.coordinator.state.deaths import place_of
 from services.coordinator.state.usage import gpu_views, host_views, optional
 
 KINDS = {
@@ -123,9 +124,11 @@ class Member:
     unconfigured: Unconfigured | None = None
     """Why the last configuration failed. None after one that succeeded."""
     left: bool = False
-    """Whether it said that it leaves."""
+    """Whether it said that it leaves, and not because something in it failed."""
     why_gone: str = ""
     """Why it is lost or has left."""
+    last_words: str = ""
+    """How its process ended and what it wrote last, where its next life has told."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the member is lost or has left."""
 
@@ -172,6 +175,16 @@ class Member:
         configured = Configured(**tree["configured"]) if tree["configured"] else None
         weights = Weights(**tree["weights"]) if tree["weights"] else None
         return cls(**{**tree, "kind": MemberKind(tree["kind"]), "configured": configured, "weights": weights})
+
+    @property
+    def died(self) -> bool:
+        """Whether it is gone, and not because somebody told it to leave."""
+        return self.gone.is_set() and not self.left
+
+    @property
+    def place(self) -> str:
+        """Where its process runs. The next life of the process has the same place."""
+        return place_of(self.pool, self.address)
 
     def ready_for(self, job_id: JobId) -> bool:
         """Whether its engine can generate for the job, as soon as it has the weights."""

@@ -5,6 +5,7 @@ All keys begin with `millrace:`. Transitions are the Lua scripts of `scripts/`: 
 
 from millrace.ids import JobId, Purpose
 from services.coordinator.store.connection import Connection, StoreDown, Superseded
+from services.coordinator.store.deaths import DeathRecords
 from services.coordinator.store.index import JobIndex
 from services.coordinator.store.jobs import Jobs
 from services.coordinator.store.members import Members
@@ -35,6 +36,9 @@ class Store:
 
     def prompts(self, job_id: JobId, purpose: Purpose = Purpose.TRAIN) -> Prompts:
         return Prompts(self.connection, job_id, purpose)
+
+    def deaths(self, job_id: JobId) -> DeathRecords:
+        return DeathRecords(self.connection, job_id)
 
     def records(self, job_id: JobId) -> Records:
         return Records(self.connection, job_id)

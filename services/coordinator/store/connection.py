@@ -20,6 +20,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from millrace.errors import MillraceError, Unavailable
+from services.coordinator.state.deaths import lua_budgets
 from services.coordinator.state.job import lua_ended
 from services.coordinator.state.ledger import lua_table
 
@@ -81,7 +82,12 @@ class Connection:
             protocol=2,
         )
         self._redis = Redis.from_pool(pool)
-        prelude = lua_table() + lua_ended() + "".join((SCRIPTS / f"{name}.lua").read_text() for name in SHARED)
+        prelude = (
+            lua_table()
+            + lua_ended()
+            + lua_budgets()
+            + "".join((SCRIPTS / f"{name}.lua").read_text() for name in SHARED)
+        )
         sources = {p.stem: prelude + p.read_text() for p in SCRIPTS.glob("*.lua") if p.stem not in SHARED}
         self._scripts = {name: (hashlib.sha1(source.encode()).hexdigest(), source) for name, source in sources.items()}
 

@@ -12,7 +12,7 @@ import structlog
 from millrace.ids import JobId, Purpose
 from millrace.rest import JobState
 from services.coordinator.state.job import JobRecord
-from services.coordinator.store import prompts, records
+from services.coordinator.store import deaths, prompts, records
 from services.coordinator.store.connection import Connection, text
 from services.coordinator.store.jobs import key, record
 
@@ -101,7 +101,7 @@ class JobIndex:
     async def delete(self, job_id: JobId) -> bool:
         """Deletes a job that has ended, with everything stored for it. False where it was resumed or is gone."""
         ledgers = [f"{key(job_id)}:{purpose}:{part}" for purpose in Purpose for part in prompts.PARTS]
-        owned = [*(f"{key(job_id)}:{part}" for part in records.PARTS), *ledgers]
+        owned = [*(f"{key(job_id)}:{part}" for part in (*records.PARTS, *deaths.PARTS)), *ledgers]
         return bool(await self._redis.run("delete_job", [key(job_id), *owned], [job_id]))
 
     # Jobs of an earlier release.

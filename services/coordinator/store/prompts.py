@@ -28,7 +28,7 @@ LONGEST_DETAIL = 2000
 """Characters of a drop's detail that are kept."""
 
 PARTS = (
-    *("queue", "fence", "leased", "groups", "summaries", "generated", "waiting", "notes"),
+    *("queue", "fence", "leased", "groups", "summaries", "generated", "waiting", "notes", "deaths"),
     *("state", "counts", "settled", "reason", "reasons"),
 )
 """The keys of one ledger."""
@@ -80,9 +80,13 @@ class Prompts:
         """Queues prompts that wait to be issued again."""
         await self._redis.run("reissue", [self._base], [step, *_encoded(drafts)])
 
-    async def lease(self, member: MemberId, count: int, lineage: int) -> list[Claim]:
-        """Up to `count` leases for the member; none where the job has another lineage than the member's weights."""
-        claims = await self._redis.run("lease", [self._base, self._job], [member, count, lineage])
+    async def lease(self, member: MemberId, count: int, lineage: int) -> list[Claim] | None:
+        """Up to `count` leases for the member; none where the job has another lineage than the member's weights. None
+        while the member is held back: it has a prompt that is leased alone, as others died with it."""
+        ledgers = [f"{self._job}:{purpose}" for purpose in Purpose]
+        claims = await self._redis.run("lease", [self._base, self._job, *ledgers], [member, count, lineage])
+        if isinstance(claims, bytes):
+            return None
         return [
             Claim(LeaseRef(self._purpose, LeaseId(text(entry)), Fence(fence)), QueuedPrompt.decode(fields))
             for entry, fence, fields in claims
@@ -104,9 +108,11 @@ class Prompts:
         until = seconds + micros / 1e6 + TIMEOUT_S
         return _prompts(await self._redis.run("expire", [self._base], [int(lease_s * 1000), until]))
 
-    async def take_back(self, member: MemberId) -> list[PromptId]:
-        """Ends all leases of the member."""
-        return _prompts(await self._redis.run("take_back", [self._base], [member]))
+    async def take_back(self, member: MemberId, step: int, died: str = "") -> tuple[list[PromptId], list[PromptId]]:
+        """Ends all leases of the member; answers the prompts that are queued again, and those that are dropped because
+        one member too many died with them. `died`: how it died; empty where it did not."""
+        queued, dropped = await self._redis.run("take_back", [self._base], [member, died[:LONGEST_DETAIL], step])
+        return _prompts(queued), _prompts(dropped)
 
     # From a lease to a group or a reason.
 
@@ -114,7 +120,8 @@ class Prompts:
         """Answers a lease with its serialized group. False where the same answer came before. Raises Fenced, and
         InvalidState for the group of another prompt."""
         arguments = [lease.id, lease.fence, summary.prompt_id, group, summary.to_json(), ANSWERS_KEPT_S]
-        outcome = Outcome(text(await self._redis.run("complete", [self._base], arguments)))
+        keys = [self._base, f"{self._job}:deaths"]
+        outcome = Outcome(text(await self._redis.run("complete", keys, arguments)))
         if outcome is Outcome.MISMATCH:
             what = f"lease {lease.id} is not for prompt {summary.prompt_id}."
             raise InvalidState(what, "answer each lease with its own group.")

@@ -13,9 +13,9 @@ import structlog
 from millrace import events
 from millrace.admission.choices import needs_greedy_baseline, teacher_top
 from millrace.contracts.v1 import common_pb2, work_pb2
-from millrace.drops import Drop
+from millrace.drops import Drop, DropReason
 from millrace.errors import NotFound
-from millrace.ids import JobId, MemberId, Purpose
+from millrace.ids import JobId, MemberId, PromptId, Purpose
 from millrace.spec.job import JobSpec
 from millrace.spec.pool import ROLLOUT
 from millrace.telemetry.spans.context import TraceContext
@@ -26,6 +26,7 @@ from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.samples import samples_of
 from services.coordinator.state.bell import Bell
+from services.coordinator.state.deaths import PROMPT_BUDGET
 from services.coordinator.state.group import GroupSummary, Wanted, fault
 from services.coordinator.state.job import ENDED
 from services.coordinator.state.lease import LeaseRef
@@ -197,7 +198,10 @@ class Queue:
                 count = 1
             exhausted = exhausted and count > 0
             prompts = self._prompts(job.weights.job_id, purpose)
-            for claim in await prompts.lease(member.id, count, job.weights.lineage):
+            claims = await prompts.lease(member.id, count, job.weights.lineage)
+            if claims is None:
+                return Offer(leases, f"{member.id} works on a prompt that other replicas died with, and on no other")
+            for claim in claims:
                 lease = claim.row.lease
                 lease.ref.CopyFrom(claim.ref.message(job.weights.job_id))
                 lease.expires_s = job.terms.lease_s
@@ -244,6 +248,7 @@ class Queue:
         new = await self._prompts(job_id, purpose).complete(lease, group.SerializeToString(), summary)
         if new:
             self._prometheus.completed(job_id, group)
+        self._line.wake(member_id)  # it may have been held back until now
         self.answered.ring()
 
     async def refuse(self, member_id: MemberId, job_id: JobId, lease: LeaseRef, drop: Drop) -> None:
@@ -252,6 +257,7 @@ class Queue:
         if await self._prompts(job_id, lease.purpose).refuse(lease, step, drop):
             dropped = events.PromptDropped(reason=drop.reason, lease=lease.id, member=member_id)
             await self._events.add(job_id, dropped, str(drop)[:500])
+        self._line.wake(member_id)
         self.answered.ring()
 
     async def release(self, member_id: MemberId, job_id: JobId, leases: Sequence[LeaseRef]) -> None:
@@ -275,10 +281,18 @@ class Queue:
         self._line.wake(member.id)
         if (job := self.running_job) is None:
             return
-        job_id, prompts = job.weights.job_id, []
+        job_id, step = job.weights.job_id, job.weights.version + 1
+        died = f"{PROMPT_BUDGET} replicas died while they worked on it; the last one: {why}" if member.died else ""
+        prompts: list[PromptId] = []
         for purpose in Purpose:
-            prompts += await self._prompts(job_id, purpose).take_back(member.id)
+            queued, dropped = await self._prompts(job_id, purpose).take_back(member.id, step, died)
+            prompts += queued
+            for prompt in dropped:
+                reason = DropReason.KILLED_REPLICAS
+                told = events.PromptDropped(reason=reason, prompt=prompt, member=member.id)
+                await self._events.add(job_id, told, str(Drop(reason, died))[:500])
         self.issued.ring()
+        self.answered.ring()
         message = f"{member.id} is out of service ({why}); {len(prompts)} leases go to others"
         await self._events.add(job_id, events.MemberOut(member=member.id, prompts=prompts[:50]), message)
 

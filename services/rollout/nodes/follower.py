@@ -14,6 +14,7 @@ from millrace.contracts.v1 import nodes_pb2
 from millrace.errors import Fenced, InvalidJob, InvalidRequest, InvalidState, MillraceError, Unavailable
 from millrace.ids import new_member_id
 from millrace.spec import received
+from millrace.wire import last_words
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from services.rollout.nodes.engine_share import EngineShare
 from services.rollout.nodes.place import EngineStart, Place
@@ -104,6 +105,7 @@ class Follower:
                 log.info("waiting for node 0", leader=self._place.address, error=str(error))
             await asyncio.sleep(RETRY_S)
         self._generation, self._lost_after_s = joined.generation, joined.lost_after_s
+        last_words.joined(self._life)
         log.info("joined", leader=self._place.address, generation=self._generation)
 
     async def _follow(self) -> FollowerEnd:

@@ -70,7 +70,7 @@ async def serve(replica: PoolReplica, process: PoolProcess, stops: asyncio.Queue
         await server.healthy(False)
         await replica.close()
         beating.cancel()
-    await membership.leave(replica.failure or "it was told to stop")
+    await membership.leave(replica.failure or "it was told to stop", failed=replica.died.is_set())
     await http.stop()
     await server.stop(1.0)
     endpoint.close()

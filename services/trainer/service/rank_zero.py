@@ -109,7 +109,7 @@ class RankZero:
         await server.stop()
         metrics.close()
         member.cancel()
-        await membership.leave(self._failure or "drained")
+        await membership.leave(self._failure or "drained", failed=bool(self._failure))
         await coordinator.close()
 
     def drain(self) -> None:

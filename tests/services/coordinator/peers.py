@@ -86,6 +86,10 @@ class Member:
         self.tokens = 0
         self.running = 0
         self.protocol_version = PROTOCOL_VERSION
+        self.port = 0
+        """Of its server; 0: a free one."""
+        self.previous: fleet_pb2.PreviousLife | None = None
+        """How its process' life before ended."""
         self.server: Server
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -93,7 +97,7 @@ class Member:
         raise NotImplementedError
 
     async def start(self) -> None:
-        self.server = Server(self.servicers(), "127.0.0.1", 0)
+        self.server = Server(self.servicers(), "127.0.0.1", self.port)
         await self.server.start()
         await self.register()
         self._tasks = [asyncio.create_task(self._beat())]
@@ -109,6 +113,7 @@ class Member:
             host="test",
             device="cpu",
             metrics_port=9400,
+            previous=self.previous,
         )
         await self.coordinator.call(FleetRpc.Register, request)
 

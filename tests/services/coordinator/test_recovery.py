@@ -196,7 +196,7 @@ async def test_a_trainer_that_always_dies_at_a_step_fails_the_job(cluster: Clust
     trainer.faults.once("Step", Unavailable("out of memory"), times=1000)
     job = await cluster.ended(await cluster.submit(spec))
     assert job.state is JobState.FAILED
-    assert "the trainer was lost 5 times at step 1: out of memory" in str(job.failure)
+    assert "the trainer was lost 6 times at step 1: out of memory" in str(job.failure)
 
 
 def redis_process(cluster: Cluster) -> psutil.Process:

@@ -1,10 +1,30 @@
 -- Claims up to `count` prompts for a member: first those that other members lost, then new ones.
 -- None if the job has another lineage by now: the member's weights are not valid then.
--- KEYS: base, job. ARGV: member, count, lineage. Answers {entry, fence, fields of the prompt's row} for each.
+-- A prompt with which several members died is leased alone: if another one dies, it was this prompt.
+-- KEYS: base, job, the bases of all ledgers of the job. ARGV: member, count, lineage.
+-- Answers {entry, fence, fields of the prompt's row} for each; 'held back' while the member has such a prompt.
 local base, member, count = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local queue, leases = base .. ':queue', {}
 if redis.call('HGET', KEYS[2], 'lineage') ~= ARGV[3] then return leases end
 if count < 1 or redis.call('EXISTS', queue) == 0 then return leases end
+
+local function is_suspect(of, entry)
+  local prompt = redis.call('HGET', of .. ':leased', entry)
+  return prompt and tonumber(redis.call('HGET', of .. ':deaths', prompt) or '0') >= SUSPECT_AFTER
+end
+
+local function holds_suspect()
+  for i = 3, #KEYS do
+    if redis.call('EXISTS', KEYS[i] .. ':deaths', KEYS[i] .. ':queue') == 2 then
+      for _, held in ipairs(redis.call('XPENDING', KEYS[i] .. ':queue', GROUP, '-', '+', 1000, member)) do
+        if is_suspect(KEYS[i], held[1]) then return true end
+      end
+    end
+  end
+  return false
+end
+
+if holds_suspect() then return 'held back' end
 
 local function claim(entry, fields)
   local prompt = prompt_of(fields)
@@ -15,8 +35,11 @@ local function claim(entry, fields)
 end
 
 for _, pending in ipairs(redis.call('XPENDING', queue, GROUP, '-', '+', count, NOBODY)) do
+  local suspect = is_suspect(base, pending[1])
+  if suspect and #leases > 0 then return leases end
   local entry = redis.call('XCLAIM', queue, GROUP, member, 0, pending[1])[1]
   if entry then claim(entry[1], entry[2]) end
+  if suspect then return leases end
 end
 if #leases < count then
   local fresh = redis.call('XREADGROUP', 'GROUP', GROUP, member, 'COUNT', count - #leases, 'STREAMS', queue, '>')

@@ -143,6 +143,7 @@ local function rewind(base, job, to)
     if tonumber(string.match(point, ':(%d+)$')) >= to then redis.call('HDEL', job .. ':series', point) end
   end
   redis.call('HSET', base .. ':notes', 'refused_in_a_row', 0, 'undoing_after', to)
+  redis.call('DEL', base .. ':deaths')
   redis.call('HSET', job, 'step', to, 'version', to)
   redis.call('HINCRBY', job, 'lineage', 1)
   redis.call('DEL', job .. ':batch')

@@ -25,7 +25,10 @@ for i = 4, 3 + allowed do
     redis.call('HSET', KEYS[1], 'moved_by', ARGV[1], unpack(ARGV, first))
     local base, now = KEYS[2], redis.call('HMGET', KEYS[1], 'state', 'step', 'id')
     if now[1] ~= state then index(now[3], state, now[1], unix_time()) end
-    if base and now[1] == 'starting' then rewind(base, KEYS[1], tonumber(now[2])) end
+    if base and now[1] == 'starting' then
+      rewind(base, KEYS[1], tonumber(now[2]))
+      redis.call('DEL', KEYS[1] .. ':deaths', KEYS[1] .. ':setbacks', KEYS[1] .. ':last_words')
+    end
     if base and now[1] == 'succeeded' then redis.call('UNLINK', base .. ':state', base .. ':settled', base .. ':reason') end
     if parts > 0 then redis.call('XADD', KEYS[1] .. ':events', '*', unpack(ARGV, 5 + allowed, first - 1)) end
     return {1, state, wanted}

@@ -185,7 +185,7 @@ async def test_a_resumed_job_may_lose_its_trainer_as_often_as_a_new_one(cluster:
     assert job.state is JobState.FAILED
     trainer.faults.once("Step", Unavailable("out of memory"), times=2)
     await finishes(cluster, job.id, trainer)
-    assert len(await cluster.events(job.id, "trainer.lost")) == 7
+    assert len(await cluster.events(job.id, "trainer.lost")) == 8
 
 
 @scenario

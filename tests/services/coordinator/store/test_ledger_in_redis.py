@@ -12,6 +12,7 @@ from millrace.drops import Drop, DropReason
 from millrace.errors import Fenced
 from millrace.ids import Fence, LeaseId, MemberId, PromptId, Purpose
 from millrace.rest import JobState
+from services.coordinator.state.deaths import PROMPT_BUDGET, SUSPECT_AFTER
 from services.coordinator.state.group import GroupSummary
 from services.coordinator.state.lease import Claim, Draft, DroppedPrompt, LeaseRef
 from services.coordinator.state.ledger import Counts, Move, PromptState, after
@@ -34,6 +35,8 @@ class Model:
     waiting: set[PromptId] = field(default_factory=set)
     leases: dict[LeaseId, tuple[PromptId, Fence, MemberId]] = field(default_factory=dict)
     answered: dict[LeaseId, Fence] = field(default_factory=dict)
+    deaths: dict[PromptId, int] = field(default_factory=dict)
+    """Members that died while they held a prompt."""
     step: int = 0
     lineage: int = 0
 
@@ -41,6 +44,9 @@ class Model:
         state = self.states.get(prompt)
         self.counts = self.counts.moved(state, move)
         self.states[prompt] = after(state, move)
+
+    def suspects(self, state: PromptState) -> set[PromptId]:
+        return {prompt for prompt in self.at(state) if self.deaths.get(prompt, 0) >= SUSPECT_AFTER}
 
     def at(self, state: PromptState) -> set[PromptId]:
         return {prompt for prompt, where in self.states.items() if where is state}
@@ -100,9 +106,19 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(member=st.sampled_from(MEMBERS), count=st.integers(1, 4))
     def lease(self, member: MemberId, count: int) -> None:
-        claims: list[Claim] = self.run(self.prompts.lease(member, count, self.model.lineage))
+        held = dict(self.model.leases)
+        found: list[Claim] | None = self.run(self.prompts.lease(member, count, self.model.lineage))
+        claims = found or []
         assert not self.run(self.prompts.lease(member, count, self.model.lineage - 1))
-        assert len(claims) == min(count, self.model.counts.queued - self.model.counts.waiting)
+        most = min(count, self.model.counts.queued - self.model.counts.waiting)
+        claimed = {claim.row.prompt_id for claim in claims}
+        if any(prompt in self.model.suspects(PromptState.LEASED) for prompt, _, m in held.values() if m == member):
+            assert found is None, "nothing else while it works on a prompt that may kill it"
+        elif suspects := self.model.suspects(PromptState.QUEUED):
+            assert min(most, 1) <= len(claims) <= most
+            assert len(claims) == 1 or not claimed & suspects, "such a prompt is leased alone"
+        else:
+            assert len(claims) == most
         for claim in claims:
             assert claim.row == queued(claim.row.prompt_id)
             lease_id, fence = claim.ref.id, claim.ref.fence
@@ -128,10 +144,20 @@ class LedgerMachine(RuleBasedStateMachine):
     def expire(self) -> None:
         assert set(self.run(self.prompts.expire(0.0))) == {self.give_back(i) for i in list(self.model.leases)}
 
-    @rule(member=st.sampled_from(MEMBERS))
-    def take_back(self, member: MemberId) -> None:
+    @rule(member=st.sampled_from(MEMBERS), died=st.sampled_from(["", "it was ended by SIGSEGV"]))
+    def take_back(self, member: MemberId, died: str) -> None:
         held = [lease_id for lease_id, (_, _, holder) in self.model.leases.items() if holder == member]
-        assert set(self.run(self.prompts.take_back(member))) == {self.give_back(lease_id) for lease_id in held}
+        queued_again, dropped = map(set, self.run(self.prompts.take_back(member, self.model.step, died)))
+        assert self.run(self.prompts.take_back(member, self.model.step, died)) == ([], [])
+        for prompt in [self.give_back(lease_id) for lease_id in held]:
+            self.model.deaths[prompt] = self.model.deaths.get(prompt, 0) + bool(died)
+            if died and self.model.deaths[prompt] >= PROMPT_BUDGET:
+                assert prompt in dropped
+                del self.model.deaths[prompt]
+                self.model.move(prompt, Move.DROP)
+                self.model.settled[prompt] = self.model.step
+            else:
+                assert prompt in queued_again
 
     @precondition(lambda self: self.fences)
     @rule(data=st.data())
@@ -160,6 +186,7 @@ class LedgerMachine(RuleBasedStateMachine):
         del self.model.leases[lease_id]
         self.model.answered[lease_id] = fence
         self.model.move(prompt, Move.COMPLETE)
+        self.model.deaths.pop(prompt, None)
 
     @precondition(lambda self: self.fences)
     @rule(data=st.data(), group=st.booleans())
@@ -178,7 +205,9 @@ class LedgerMachine(RuleBasedStateMachine):
             del self.model.leases[lease_id]
             self.model.answered[lease_id] = fence
             self.model.move(prompt, Move.COMPLETE if group else Move.REFUSE)
-            if not group:
+            if group:
+                self.model.deaths.pop(prompt, None)
+            else:
                 self.model.settled[prompt] = self.model.step
         elif held is None and self.model.answered.get(lease_id) == fence:
             assert not self.run(call)
@@ -266,7 +295,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for prompt in flying:
             self.model.move(prompt, Move.DROP)
             self.model.settled[prompt] = self.model.step + 1
-        self.model.leases, self.model.waiting = {}, set()
+        self.model.leases, self.model.waiting, self.model.deaths = {}, set(), {}
         self.model.counts = Counts(**{**vars(self.model.counts), "waiting": 0})
         return len(flying)
 
@@ -286,7 +315,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for lease_id in list(self.model.leases):
             self.give_back(lease_id)
         self.wait_again(self.model.at(PromptState.GENERATED))
-        self.model.step = to
+        self.model.step, self.model.deaths = to, {}
         self.model.lineage += 1
 
     def undo(self) -> None:

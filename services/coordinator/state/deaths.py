@@ -1,0 +1,52 @@
+"""Deaths of members that worked for a job, and when they are the job's fault.
+
+A job ends only itself. Each death is charged to the job whose work the member held: to its place (the address, which
+the next life of the process has too) and to each prompt that it held. A completed group settles the deaths of all
+places, since the job's work can be done; a prompt's own deaths are settled by its own group. Where a budget is spent,
+the job fails, or the prompt is dropped, with the last words of who died.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+PLACE_BUDGET = 3
+"""Deaths of one place with no group of the job completed in between."""
+PROMPT_BUDGET = 3
+"""Deaths of members that held a prompt, before it is dropped."""
+SUSPECT_AFTER = 2
+"""Deaths after which a prompt is leased alone, so that the one that kills is told from those beside it."""
+TRAINER_BUDGET = 5
+"""Times that the trainer is lost at one step; once more and the job fails."""
+
+
+@dataclass(frozen=True)
+class Deaths:
+    """The deaths that are charged to a job since it last made progress."""
+
+    of_place: Mapping[str, int]
+    """Number by place."""
+    words: str = ""
+    """What the last of the dead said."""
+
+    def spent(self, places: Collection[str]) -> int:
+        """How often in a row the place with the most deaths died, where that spends the budget, and so do all the other
+        `places`, those of the members that are there now; 0 otherwise. While one of them may still do the work, the
+        fault is in the places that died."""
+        most = max(self.of_place.values(), default=0)
+        if most < PLACE_BUDGET or any(self.of_place.get(place, 0) < PLACE_BUDGET for place in places):
+            return 0
+        return most
+
+    def of_pool(self, pool: str) -> "Deaths":
+        """Those of the replicas of one pool."""
+        return Deaths({place: n for place, n in self.of_place.items() if place.startswith(f"{pool} ")}, self.words)
+
+
+def place_of(pool: str, address: str) -> str:
+    """Names the place of a member."""
+    return f"{pool} {address}"
+
+
+def lua_budgets() -> str:
+    """The budgets of prompts as Lua's variables."""
+    return f"local PROMPT_BUDGET, SUSPECT_AFTER = {PROMPT_BUDGET}, {SUSPECT_AFTER}\n"

@@ -1,0 +1,69 @@
+"""Charges the deaths of members to the job whose work they held. What follows from that is in
+`services/coordinator/state/deaths.py`."""
+
+from collections import deque
+
+from millrace import events
+from millrace.ids import JobId, MemberId
+from millrace.rest import MemberKind
+from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.observe.events import Events
+from services.coordinator.state.deaths import PLACE_BUDGET
+from services.coordinator.state.job import ACTIVE, JobRecord
+from services.coordinator.state.member import Member
+from services.coordinator.state.waiting import Turn
+from services.coordinator.store import Store
+
+REMEMBERED = 1000
+"""Dead members whose last words are still waited for."""
+TOLD = 500
+"""Characters of the last words in an event's message."""
+
+
+class DeathWatch:
+    """Hears of every member that is gone, and of the last words that its next life brings."""
+
+    def __init__(self, store: Store, fleet: Fleet, turn: Turn, events: Events) -> None:
+        self._store = store
+        self._turn = turn
+        self._events = events
+        self._fleet = fleet
+        self._charged: deque[tuple[JobId, MemberId]] = deque(maxlen=REMEMBERED)
+        fleet.on_gone(self.gone)
+        fleet.on_last_words(self.said)
+
+    async def gone(self, member: Member, why: str) -> None:
+        """Charges the job that the member worked for, if it died."""
+        job = self._turn.job
+        if job is None or not member.died or not _works_for(job, member):
+            return
+        self._charged.append((job.id, member.id))
+        deaths = self._store.deaths(job.id)
+        if not member.last_words:  # they are kept already
+            await deaths.say(member.id, why)
+        number, counted = None, ""
+        if member.kind is MemberKind.ROLLOUT:
+            number = await deaths.charge(member.place, member.id)
+            counted = f", {number} of {PLACE_BUDGET} times in a row with no group completed in between"
+        message = f"{member.id} died while it worked for the job{counted}: {(member.last_words or why)[:TOLD]}"
+        await self._events.add(job.id, events.MemberDied(member=member.id, deaths=number), message)
+
+    async def said(self, member_id: MemberId, words: str) -> None:
+        """Keeps the last words of a member that worked for the job whose turn it is."""
+        job = self._turn.job
+        if job is None:
+            return
+        known = self._fleet.known(member_id)
+        if known is not None and _works_for(job, known):
+            await self._store.deaths(job.id).say(member_id, words)  # it is told in a moment that it is gone
+        elif (job.id, member_id) in self._charged:
+            await self._store.deaths(job.id).say(member_id, words)
+            told = events.MemberDied(member=member_id, deaths=None)
+            await self._events.add(job.id, told, f"the last words of {member_id}: {words[:TOLD]}")
+
+
+def _works_for(job: JobRecord, member: Member) -> bool:
+    """Whether the member holds the job's work: its model, its leases, or the preparations for them."""
+    if member.kind is MemberKind.TRAINER:
+        return job.state in ACTIVE
+    return member.configuring or (member.configured is not None and member.configured.job_id == job.id)
