@@ -9,7 +9,7 @@ import grpc
 import structlog
 
 from millrace.contracts.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, work_pb2
-from millrace.errors import BadRow, MillraceError
+from millrace.errors import BadRow, InvalidJob, MillraceError
 from millrace.ids import JobId
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
@@ -174,7 +174,9 @@ async def _verify(
             return rollout_pb2.VerifyReceiveResponse(report=await receiver.commit(publication))
     except MillraceError as error:
         log.warning("commit failed", publication=publication.key, error=str(error))
-        return rollout_pb2.VerifyReceiveResponse(commit_failure=str(error))
+        return rollout_pb2.VerifyReceiveResponse(
+            commit_failure=str(error), commit_refused=isinstance(error, InvalidJob)
+        )
 
 
 def _tell_failure(task: asyncio.Task[Any]) -> None:

@@ -152,12 +152,14 @@ class VerifyReceiveRequest(_message.Message):
     def __init__(self, publication: _Optional[_Union[_weights_pb2.PublicationRef, _Mapping]] = ..., checksums: _Optional[_Union[_weights_pb2.Checksums, _Mapping]] = ..., commit: bool = ...) -> None: ...
 
 class VerifyReceiveResponse(_message.Message):
-    __slots__ = ("report", "commit_failure")
+    __slots__ = ("report", "commit_failure", "commit_refused")
     REPORT_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_REFUSED_FIELD_NUMBER: _ClassVar[int]
     report: _weights_pb2.MemberReport
     commit_failure: str
-    def __init__(self, report: _Optional[_Union[_weights_pb2.MemberReport, _Mapping]] = ..., commit_failure: _Optional[str] = ...) -> None: ...
+    commit_refused: bool
+    def __init__(self, report: _Optional[_Union[_weights_pb2.MemberReport, _Mapping]] = ..., commit_failure: _Optional[str] = ..., commit_refused: bool = ...) -> None: ...
 
 class CommitReceiveRequest(_message.Message):
     __slots__ = ("publication",)

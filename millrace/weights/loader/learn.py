@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.errors import PublicationFailed
+from millrace.weights.loader.misfits import loader_refused, parameters_unwritten
 from millrace.weights.loader.patches import Concatenations, pools_run_inline
 from millrace.weights.plans.coverage import covered_elements
 from millrace.weights.plans.layout import Layout, Place, row_major_strides
@@ -42,13 +43,15 @@ class LearnedLayout:
     constant_writes: Sequence[Callable[[], Any]]
     """What the loader writes besides published values, as zeros behind a padded vocabulary. They are repeated with each
     version, before the loader takes `loader_tensors`."""
+    untaken: tuple[int, ...] = ()
+    """Tensors of the manifest of which nothing reached this worker's parameters."""
 
 
 def learn_layout(
     load: Load, manifest: Manifest, parameters: Mapping[str, torch.Tensor], padded: frozenset[str] = frozenset()
 ) -> LearnedLayout:
-    """Runs `load` on every tensor of the manifest, writing nothing. Raises PublicationFailed where `load` refuses one,
-    and where a parameter would keep a value that is never published.
+    """Runs `load` on every tensor of the manifest, writing nothing. Raises InvalidJob where `load` refuses one, and
+    where a parameter would keep a value that is never published.
 
     `parameters` are all of the worker's tensors by name; tied ones may appear under several. `padded` names those that
     are larger than what is published (a vocabulary padded for the kernels).
@@ -57,14 +60,14 @@ def learn_layout(
     with torch.no_grad(), pools_run_inline(), recorder:
         try:
             load(recorder.tensors())
+        except torch.OutOfMemoryError as error:
+            raise PublicationFailed(f"the engine's loader has no memory: {error}.", "give the engine less.") from error
         except (RuntimeError, ValueError, KeyError, AssertionError, NotImplementedError) as error:
-            what = f"the engine's loader refused the manifest: {type(error).__name__}: {error}."
-            raise PublicationFailed(what, "see that trainer and engine load the same model folder.") from error
+            raise loader_refused(error) from error
     constant_writes = recorder.settle()
     buffers, places = list(recorder.buffers), list(recorder.places)
     if missing := recorder.unwritten(parameters, padded):
-        what = f"the publication writes nothing to, or only a part of, {', '.join(missing[:5])}."
-        raise PublicationFailed(what, "see that trainer and engine load the same model folder.")
+        raise parameters_unwritten(missing)
     loader_tensors: dict[str, torch.Tensor] = {}
     for i, tensor in enumerate(manifest.tensors):
         if i in recorder.changed:
@@ -75,7 +78,8 @@ def learn_layout(
             buffers.append(loader_tensors[tensor.name])
     memory = Memory(manifest, Layout.of(places, manifest), buffers)
     size = sum(tensor.nbytes for tensor in loader_tensors.values())
-    return LearnedLayout(memory, loader_tensors, size, constant_writes)
+    untaken = tuple(i for i in range(len(manifest.tensors)) if i not in recorder.taken)
+    return LearnedLayout(memory, loader_tensors, size, constant_writes, untaken)
 
 
 class _Origin(IntEnum):
@@ -93,6 +97,8 @@ class _LoaderRecorder(TorchDispatchMode):
     def __init__(self, manifest: Manifest, parameters: Mapping[str, torch.Tensor]) -> None:
         TorchDispatchMode.__init__(self)
         self.changed: set[int] = set()
+        self.taken: set[int] = set()
+        """Tensors that reached a parameter, as they are or after a change."""
         self.buffers: list[torch.Tensor] = []
         self._manifest = manifest
         self._places_of: dict[int, list[Place]] = {}
@@ -106,6 +112,8 @@ class _LoaderRecorder(TorchDispatchMode):
         self._kept: list[torch.Tensor] = []
         self._concatenations = Concatenations()
         self._origins: dict[StorageWeakRef, _Origin] = {}
+        self._made_from: dict[StorageWeakRef, frozenset[int]] = {}
+        """The manifest tensors from which other tensors were computed."""
         self._buffer_of: dict[int, int] = {}
         for parameter in parameters.values():
             storage = parameter.untyped_storage().data_ptr()
@@ -177,12 +185,24 @@ class _LoaderRecorder(TorchDispatchMode):
                 self._fills.append((buffer, functools.partial(func, *args, **kwargs)))
             elif func is not COPY:
                 self._unrecordable |= into
+                self.taken |= self._behind(given)
             return written[0] if func._schema.returns else None
         result = func(*args, **kwargs)
         origin = max((self._origin(tensor) for tensor in given), default=_Origin.CONSTANT)
+        behind = self._behind(given)
         for tensor in (*written, *_tensors((result,))):
-            self._origins[StorageWeakRef(tensor.untyped_storage())] = origin
+            storage = StorageWeakRef(tensor.untyped_storage())
+            self._origins[storage] = origin
+            self._made_from[storage] = behind
         return result
+
+    def _behind(self, tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+        """The manifest tensors that are among `tensors`, or from which these were computed."""
+        found: set[int] = set()
+        for tensor in tensors:
+            found |= self._manifest_tensors_in(tensor)
+            found |= self._made_from.get(StorageWeakRef(tensor.untyped_storage()), frozenset())
+        return frozenset(found)
 
     def _origin(self, tensor: torch.Tensor) -> _Origin:
         if self._manifest_tensors_in(tensor):
@@ -222,6 +242,7 @@ class _LoaderRecorder(TorchDispatchMode):
         if self._origin(source) is not _Origin.MANIFEST:
             return False
         self._copied[buffer].add(_in_bytes(target))
+        self.taken |= self._behind([source])
         copies = self._concatenations.split_copy(target, source)
         if copies is None:
             self.changed.update(self._manifest_tensors_in(source))

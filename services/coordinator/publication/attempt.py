@@ -12,7 +12,7 @@ from millrace import events
 from millrace.contracts.method import Request, Response, Unary
 from millrace.contracts.methods import RolloutRpc
 from millrace.contracts.v1 import rollout_pb2, trainer_pb2, weights_pb2
-from millrace.errors import MillraceError, PublicationFailed
+from millrace.errors import InvalidJob, MillraceError, PublicationFailed
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from millrace.weights.phases import PublicationId
@@ -52,6 +52,8 @@ class Attempt:
     phase_seconds: dict[str, float] = field(default_factory=dict)
     cut: dict[str, tuple[events.PublicationPhase, str]] = field(default_factory=dict)
     """The receivers that failed after the transfer, by id: in which phase, and why."""
+    refusals: dict[str, InvalidJob] = field(default_factory=dict)
+    """The receivers that refused the job, because their engine has no place for its weights, by id."""
 
     @property
     def left_s(self) -> float:
@@ -130,6 +132,7 @@ class Attempt:
             for error in failed.values():
                 if not isinstance(error, MillraceError):
                     raise error
+            self.refusals |= {member: error for member, error in failed.items() if isinstance(error, InvalidJob)}
             if failed:
                 what = "; ".join(f"{member} failed in {method.name}: {error}" for member, error in failed.items())
                 raise PublicationFailed(what, "look at its log.", tuple(failed))
@@ -164,6 +167,8 @@ class Attempt:
                 self.cut[member] = self.phase, f"{method.name}: it did not answer within {limit_s:.1f} s"
             elif isinstance(error := task.exception(), MillraceError):
                 self.cut[member] = self.phase, f"{method.name}: {error}"
+                if isinstance(error, InvalidJob):
+                    self.refusals[member] = error
             else:
                 answers[member] = task.result()
         return answers

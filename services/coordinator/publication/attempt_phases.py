@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from millrace.contracts.methods import RolloutRpc
 from millrace.contracts.v1 import rollout_pb2, trainer_pb2, weights_pb2
-from millrace.errors import PublicationFailed
+from millrace.errors import InvalidJob, PublicationFailed
 from millrace.weights.plans.manifest import Content
 from millrace.wire.deadlines import COMMIT_S
 from services.coordinator.publication.attempt import Attempt
@@ -103,6 +103,8 @@ async def _verify(
     for member, answer in answers.items():
         if answer.commit_failure:
             attempt.cut[member] = "commit", f"{RolloutRpc.CommitPublication.name}: {answer.commit_failure}"
+            if answer.commit_refused:
+                attempt.refusals[member] = InvalidJob(answer.commit_failure)
     return answers
 
 

@@ -78,11 +78,13 @@ class Configuring:
         return found if found is not None and found.refused else None
 
     def _check_refusals(self) -> None:
-        """Raises InvalidJob where every connected replica has refused the job, and none ever accepted it. While
-        replicas are still joining the fleet, the next one may accept it."""
+        """Raises InvalidJob where every connected replica has refused the job, and none ever accepted it, or took its
+        weights. While replicas are still joining the fleet, the next one may accept it."""
         replicas = self._fleet.pool(self._pool)
         refusals = [refusal for member in replicas if (refusal := self._refusal(member)) is not None]
-        if self._accepted or not replicas or len(refusals) < len(replicas):
+        if not replicas or len(refusals) < len(replicas):
+            return
+        if self._accepted and not any(refusal.of_weights for refusal in refusals):
             return
         if time.time() - max(member.joined_s for member in replicas) >= self._fleet.patience.lost_after_s:
             raise _refused_by_all([refusal.error for refusal in refusals], self._pool)

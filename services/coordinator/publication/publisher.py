@@ -8,9 +8,12 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
+from millrace.spec.pools.pool import ROLLOUT
+
+from millrace import events
 from millrace.contracts.v1 import weights_pb2
 from millrace.errors import PublicationFailed
-from millrace.ids import MemberId
+from millrace.ids import JobId, MemberId
 from millrace.weights.plans.manifest import Content
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer, TrainerLost
@@ -23,10 +26,12 @@ from services.coordinator.publication.report import PublicationReport
 from services.coordinator.publication.senders import Sender, SiblingSender, TrainerSender
 from services.coordinator.publication.transfer_setup import MemberLayouts
 from services.coordinator.state.job import JobRecord
-from services.coordinator.state.member import Member
+from services.coordinator.state.member import Member, Unconfigured
 from services.coordinator.store import Store
 
 Layouts = Mapping[Content, MemberLayouts]
+PLACED = "placed"
+"""Names the note with the digest of the spec whose weights a replica has taken."""
 BLAMELESS_FAILURES = 3
 """A publication fails for good after so many attempts that failed without a receiver as the culprit."""
 
@@ -49,6 +54,8 @@ class Publisher:
         self._getting_base: set[MemberId] = set()
         """Receivers of the copy in progress, where it is one of a base."""
         self._background = BackgroundCalls()
+        self._placed: tuple[JobId, str] | None = None
+        """Job and digest of its spec for which PLACED was noted last."""
 
     async def publish(self, job: JobRecord, receivers: Sequence[Member]) -> PublicationReport:
         """Brings the trainer's version to `receivers`; those that fail are taken out. Needs the trainer's turn.
@@ -169,7 +176,7 @@ class Publisher:
             await attempt.finish(error.what)
         await attempt.abort(attempt.receivers, error.what)
         for member in culprits:
-            await self._fleet.cut(member, f"it failed in {attempt.phase} of version {job.version}")
+            await self._take_out(job, attempt, member, f"it failed in {attempt.phase} of version {job.version}")
 
     async def _succeeded(
         self, job: JobRecord, attempt: Attempt, reports: list[weights_pb2.MemberReport], seconds: float, failures: int
@@ -180,7 +187,9 @@ class Publisher:
             message = f"{member.id} failed in the publication of version {job.version}: {why}"
             await self._events.add(job.id, attempt.failure(phase, [member.id]), message)
             await attempt.abort([member], why)
-            await self._fleet.cut(member, why)
+            await self._take_out(job, attempt, member, why)
+        if len(attempt.cut) < len(attempt.receivers):
+            await self._note_placed(job)
         await attempt.finish("; ".join(f"{member} failed in {why}" for member, (_, why) in attempt.cut.items()))
         source = attempt.sender.source
         report = PublicationReport.of(
@@ -190,6 +199,23 @@ class Publisher:
         self._prometheus.published(job.id, source, "done", attempt.phase_seconds, report.bytes, report.pauses)
         await self._events.add(job.id, report.done, str(report))
         return report
+
+    async def _take_out(self, job: JobRecord, attempt: Attempt, member: Member, why: str) -> None:
+        """Takes a receiver that failed out of service. One that refused the job has not to be asked again soon."""
+        await self._fleet.cut(member, why)
+        if (error := attempt.refusals.get(member.id)) is None:
+            return
+        never_placed = await self._store.records(job.id).note(PLACED) != job.spec_digest
+        refusal = Unconfigured(job.id, job.spec_digest, error, refused=True, of_weights=never_placed)
+        await self._fleet.refused(member, refusal)
+        told = events.MemberFailed(member=member.id, refused=True, pool=ROLLOUT)
+        await self._events.add(job.id, told, f"{member.id} refused the weights of {job.id}: {error}")
+
+    async def _note_placed(self, job: JobRecord) -> None:
+        """Notes once that a replica has taken the weights of the job with this spec."""
+        if self._placed != (placed := (job.id, job.spec_digest)):
+            await self._store.records(job.id).set_note(PLACED, job.spec_digest)
+            self._placed = placed
 
 
 def _no_layouts() -> Layouts:

@@ -55,6 +55,8 @@ class Unconfigured:
     error: MillraceError
     refused: bool
     """Whether the replica refused the job as invalid. Otherwise something failed that may work the next time."""
+    of_weights: bool = False
+    """It refused the weights, after it had accepted the job, and no replica ever took them."""
     at: float = field(default_factory=time.monotonic)
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, TypeVarTuple
 
 from millrace.contracts.v1 import weights_pb2
-from millrace.errors import InvalidState, PublicationFailed
+from millrace.errors import InvalidState
 from millrace.ids import Version
 from millrace.spec.rollout import CachePolicy
+from millrace.weights.loader.misfits import tensors_untaken
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Manifest
 from services.rollout.engine import EngineDied, EngineStats, Load, Sample, Sampling
@@ -129,7 +130,9 @@ class VersionedEngine(ABC):
     async def describe(self, manifest: Manifest) -> Sequence[Boxes]:
         """See `EngineWeights`."""
         answers = await self._ask(WorkerMethods.describe, manifest.to_proto().SerializeToString())
-        return [Boxes.decode(boxes) for boxes in answers]
+        if nowhere := set.intersection(*(set(answer.untaken) for answer in answers)):
+            raise tensors_untaken([manifest.tensors[i].name for i in sorted(nowhere)])
+        return [Boxes.decode(answer.boxes) for answer in answers]
 
     async def hosts(self) -> Sequence[str]:
         """See `EngineWeights`."""
@@ -319,7 +322,6 @@ def _cache_key(version: Version | None, weight_changes: int) -> str:
 
 
 def _check_placed(workers: Sequence[Placed]) -> None:
-    """Raises PublicationFailed for tensors of which no worker took anything."""
+    """Raises InvalidJob for tensors of which no worker took anything."""
     if nowhere := set.intersection(*(set(worker.unplaced) for worker in workers)):
-        what = f"the engine's loader placed nothing of {', '.join(sorted(nowhere)[:5])}."
-        raise PublicationFailed(what, "leave tied copies out of the manifest; load one model folder everywhere.")
+        raise tensors_untaken(sorted(nowhere))

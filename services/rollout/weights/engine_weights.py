@@ -80,8 +80,8 @@ class EngineWeights(Protocol):
         """Whether an abort now leaves parameters of two versions: nothing may be served then until a later commit."""
 
     async def describe(self, manifest: Manifest) -> Sequence[Boxes]:
-        """The boxes of the manifest that each worker wants; nothing where this engine cannot tell. Raises
-        PublicationFailed where the manifest does not fit."""
+        """The boxes of the manifest that each worker wants; nothing where this engine cannot tell. Raises InvalidJob
+        where the manifest does not fit the engine's model."""
 
     async def hosts(self) -> Sequence[str]:
         """The name of each worker's host."""
@@ -99,7 +99,8 @@ class EngineWeights(Protocol):
 
     async def commit(self, version: Version | None, cache_policy: CachePolicy) -> CommitReport:
         """Pauses, keeping requests in flight, puts what was received in place, compares, resumes. `version` is served
-        from then on; None: nothing is, because what was received is only the base of an adapter."""
+        from then on; None: nothing is, because what was received is only the base of an adapter. Raises InvalidJob
+        where the engine's model has no place for a tensor."""
 
     async def abort_receive(self) -> None:
         """Ends what `prepare` began and frees its memory. Idempotent."""

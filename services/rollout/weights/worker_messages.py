@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter
 
-from millrace.errors import MillraceError, PublicationFailed
+from millrace.errors import InvalidJob, MillraceError, PublicationFailed
 from services.rollout.weights.worker_methods import WorkerMethods
 
 Answer = TypeVar("Answer")
@@ -62,6 +62,8 @@ class Failure:
 
     what: str
     fix: str
+    invalid: bool = False
+    """The engine refuses the job: the error is InvalidJob, otherwise PublicationFailed."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,11 @@ class Reply:
     failure: Failure | None = None
 
     def result(self, method: Callable[..., Answer]) -> Answer:
-        """The answer, of the type that `method` declares. Raises PublicationFailed where the method failed."""
+        """The answer, of the type that `method` declares. Raises PublicationFailed where the method failed, InvalidJob
+        where it refused the job."""
         if self.failure is not None:
-            raise PublicationFailed(self.failure.what, self.failure.fix)
+            kind = InvalidJob if self.failure.invalid else PublicationFailed
+            raise kind(self.failure.what, self.failure.fix)
         answer: Answer = _answer_type(method).validate_python(self.answer)
         return answer
 
@@ -85,7 +89,7 @@ def carry_out(receiver: WorkerMethods, request: Request) -> Reply:
     try:
         return Reply(request.number, getattr(receiver, request.method)(*request.arguments))
     except MillraceError as error:
-        return Reply(request.number, None, Failure(error.what, error.fix))
+        return Reply(request.number, None, Failure(error.what, error.fix, isinstance(error, InvalidJob)))
     except Exception as error:
         what = f"{request.method} failed in the engine: {type(error).__name__}: {error}"
         return Reply(request.number, None, Failure(what, ""))

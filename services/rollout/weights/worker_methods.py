@@ -13,6 +13,16 @@ Checksums = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
+class Described:
+    """What one worker wants of a manifest."""
+
+    boxes: bytes
+    """As `Boxes.encode` writes them."""
+    untaken: tuple[int, ...] = ()
+    """Tensors of the manifest for which this worker has no place."""
+
+
+@dataclass(frozen=True)
 class Prepared:
     """The ways in which a worker can receive a version."""
 
@@ -66,10 +76,10 @@ class Sent:
 
 class WorkerMethods(Protocol):
     """The methods, in the order in which a publication calls them, and one that shows that the worker computes. Each
-    raises PublicationFailed where it fails."""
+    raises PublicationFailed where it fails, and InvalidJob where the engine's model and the weights do not fit."""
 
-    def describe(self, manifest: bytes) -> bytes:
-        """The boxes that this worker wants of a manifest, as `Boxes.encode` writes them."""
+    def describe(self, manifest: bytes) -> Described:
+        """What this worker wants of a manifest."""
 
     def host(self) -> str:
         """The name of this worker's host, the same for all workers and trainer ranks there."""

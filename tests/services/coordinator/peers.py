@@ -24,7 +24,7 @@ from millrace.contracts.v1 import (
     weights_pb2,
     work_pb2,
 )
-from millrace.errors import Fenced, InvalidState, MillraceError, NotFound
+from millrace.errors import Fenced, InvalidJob, InvalidState, MillraceError, NotFound
 from millrace.ids import new_member_id
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.boxes import Boxes
@@ -474,7 +474,9 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
         try:
             return rollout_pb2.VerifyReceiveResponse(report=await self._commit(request))
         except MillraceError as error:
-            return rollout_pb2.VerifyReceiveResponse(commit_failure=str(error))
+            return rollout_pb2.VerifyReceiveResponse(
+                commit_failure=str(error), commit_refused=isinstance(error, InvalidJob)
+            )
 
     async def CommitPublication(self, request, context):
         self.asked.append("CommitPublication")

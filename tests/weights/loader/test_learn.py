@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.errors import PublicationFailed
+from millrace.errors import InvalidJob
 from millrace.weights.loader.learn import learn_layout
 from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest, TensorInfo
@@ -149,11 +149,48 @@ def test_what_is_joined_and_then_changed_goes_through_the_loader(changed):
     assert set(learn_layout(load, manifest, {"ab": parameter}).loader_tensors) == {"a", "b"}
 
 
-def test_a_loader_that_does_not_know_a_tensor_fails_the_publication():
+def test_a_loader_that_does_not_know_a_tensor_refuses_the_job():
     worker = Worker(0, 1)
     strange = Manifest((*MANIFEST.tensors, TensorInfo("other", (3,), "bfloat16")))
-    with pytest.raises(PublicationFailed, match="loader refused the manifest: KeyError: 'other'"):
+    with pytest.raises(InvalidJob, match="loader refused the weights: KeyError: 'other'"):
         learn_layout(worker.load, strange, worker.parameters)
+
+
+def kept(p, name, tensor):
+    p[name].copy_(tensor)
+
+
+def kept_in_another_form(p, name, tensor):
+    p[name].copy_(torch.exp(-tensor.float()).to(p[name].dtype))
+
+
+def added(p, name, tensor):
+    p[name].add_(tensor * 2)
+
+
+def ignored(p, name, tensor):
+    if name == "a":
+        kept(p, name, tensor)
+
+
+def changed_and_dropped(p, name, tensor):
+    kept(p, "a", tensor.float() if name == "a" else p["a"] + 0 * len(tensor.float()))
+
+
+@pytest.mark.parametrize(
+    ("write", "untaken"),
+    [(kept, ()), (kept_in_another_form, ()), (added, ()), (ignored, (1,)), (changed_and_dropped, (1,))],
+)
+def test_tensors_of_which_nothing_reaches_a_parameter_are_known(write, untaken):
+    parameters = {"a": torch.zeros(4, 3)} | ({"b": torch.zeros(4, 3)} if not untaken else {})
+    learned = learn_layout(lambda weights: [write(parameters, *item) for item in weights], two(4, 3), parameters)
+    assert learned.untaken == untaken
+
+
+def test_each_worker_of_several_takes_its_experts():
+    learned = [learn_layout(worker.load, MANIFEST, worker.parameters) for worker in (Worker(0, 2), Worker(1, 2))]
+    names = [{MANIFEST.tensors[i].name for i in each.untaken} for each in learned]
+    assert names == [{f"{e}.{n}" for e in experts for n in ("gate", "up", "down")} for experts in ((2, 3), (0, 1))]
 
 
 def two(*shape):
@@ -265,5 +302,5 @@ def copies_a_parameter(p, name, tensor):
 )
 def test_a_parameter_that_would_keep_an_unpublished_value_fails_the_publication(write, missing):
     parameters = {n: torch.zeros(4, 3) for n in ("a", "b")}
-    with pytest.raises(PublicationFailed, match=f"only a part of, {missing}\\."):
+    with pytest.raises(InvalidJob, match=f"only a part of, {missing}\\."):
         learn_layout(lambda weights: [write(parameters, *item) for item in weights], two(4, 3), parameters)

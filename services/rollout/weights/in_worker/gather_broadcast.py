@@ -9,6 +9,7 @@ import torch
 
 from millrace.errors import PublicationFailed
 from millrace.weights.loader.copies import LoaderCopies, record_copies
+from millrace.weights.loader.misfits import loader_refused, parameters_unwritten
 from millrace.weights.plans.coverage import covered_elements
 from millrace.weights.plans.manifest import Content
 from millrace.weights.plans.views import Strided
@@ -111,7 +112,7 @@ class ComparingLoader:
 
     def place(self, request: TransferRequest, tensors: Mapping[str, torch.Tensor]) -> Placed:
         """Loads every tensor, then compares every copy that the loader made bit for bit. Raises PublicationFailed for
-        any difference, and where a parameter would keep a value that was never published."""
+        any difference, and InvalidJob where a parameter would keep a value that was never published."""
         started = time.perf_counter()
         copies = self._load(request, tensors)
         written = time.perf_counter()
@@ -133,12 +134,13 @@ class ComparingLoader:
                     self._model.load(iter(tensors.items()))
                 return self._copies
             copies = record_copies(self._model.load, tensors, self._model.loaded)
+        except torch.OutOfMemoryError as error:
+            what = f"the engine's loader has no memory for {request.key}: {error}."
+            raise PublicationFailed(what, "give the engine less.") from error
         except (RuntimeError, ValueError, KeyError, AssertionError) as error:
-            what = f"the engine's loader refused {request.key}: {type(error).__name__}: {error}."
-            raise PublicationFailed(what, "see that trainer and engine load the same model folder.") from error
+            raise loader_refused(error) from error
         if missing := self._unwritten(copies):
-            what = f"the publication writes nothing to, or only a part of, {', '.join(missing[:5])}."
-            raise PublicationFailed(what, "see that trainer and engine load the same model folder.")
+            raise parameters_unwritten(missing)
         self._copies, self._manifest_hash = copies, request.manifest.hash
         return copies
 

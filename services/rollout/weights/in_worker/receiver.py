@@ -22,7 +22,7 @@ from services.rollout.weights.in_worker.outgoing import OutgoingTransfer
 from services.rollout.weights.in_worker.sharded import ShardedPath
 from services.rollout.weights.in_worker.worker_layout import WorkerLayout
 from services.rollout.weights.transfer_request import NO_PLAN, TransferRequest, nothing_prepared
-from services.rollout.weights.worker_methods import Placed, Prepared, Received, Sent
+from services.rollout.weights.worker_methods import Described, Placed, Prepared, Received, Sent
 
 WAIT_S = 0.05
 """How long one call waits for the end of a transfer."""
@@ -51,12 +51,12 @@ class WeightReceiver:
         self._turn = threading.RLock()
         """Held by whatever begins, places or ends a transfer to this worker."""
 
-    def describe(self, manifest: bytes) -> bytes:
+    def describe(self, manifest: bytes) -> Described:
         """See `WorkerMethods`."""
         with self._turn:
             decoded = Manifest.from_proto(weights_pb2.Manifest.FromString(manifest))
             part_of(self._model, decoded.content).check(decoded)
-            return self._layout.boxes(decoded).encode()
+            return Described(self._layout.boxes(decoded).encode(), self._layout.of(decoded).untaken)
 
     def host(self) -> str:
         """See `WorkerMethods`."""

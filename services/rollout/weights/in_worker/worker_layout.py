@@ -26,7 +26,7 @@ class WorkerLayout:
         """Key of the publication whose bytes the layout's buffers hold whole; missing for none."""
 
     def of(self, manifest: Manifest) -> LearnedLayout:
-        """Raises PublicationFailed where the loader refuses the manifest."""
+        """Raises InvalidJob where the loader refuses the manifest."""
         known = self._learned.get(manifest.content)
         if known is None or known[0] != manifest.hash:
             self.being_written(manifest)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from millrace.contracts.v1 import weights_pb2
-from millrace.errors import InvalidState, PublicationFailed
+from millrace.errors import InvalidJob, InvalidState, PublicationFailed
 from millrace.rest import JobState
 from tests.services.coordinator.cluster import Cluster, scenario, until
 from tests.services.coordinator.conftest import CoordinatorProcess
@@ -77,6 +77,46 @@ def test_a_replica_fails_in_a_phase(
             assert reports[-1].data.epoch > failures[0].data.epoch
 
     played(shared, spec)
+
+
+NO_PLACE = InvalidJob("the engine's model has no place for q_proj.bias.", "use another engine.")
+
+
+@pytest.mark.parametrize("method", ["DescribeWeights", "CommitPublication"])
+def test_a_job_whose_weights_no_engine_can_take_fails_at_once(
+    method: str, shared: CoordinatorProcess, spec: dict[str, Any]
+) -> None:
+    """Its replicas have accepted the job; by gather_broadcast they notice when they load the weights."""
+
+    @scenario
+    async def played(cluster: Cluster, spec: dict[str, Any]) -> None:
+        await cluster.trainer()
+        for replica in [await cluster.replica(), await cluster.replica()]:
+            replica.faults.once(method, NO_PLACE, times=100)
+        spec["publication"] = {"path": "gather_broadcast" if method == "CommitPublication" else "sharded"}
+        job_id = await cluster.submit(spec)
+        job = await cluster.ended(job_id)
+        assert job.state is JobState.FAILED
+        assert job.failure is not None and "all 2 connected replicas refused the job: the engine's model" in job.failure
+        assert job.failure.endswith("no place for q_proj.bias. Fix: use another engine.")
+        refusals = [event for event in await cluster.events(job_id, "member.failed") if event.data.refused]
+        assert len(refusals) == 2
+
+    played(shared, spec)
+
+
+@scenario
+async def test_a_replica_that_refuses_the_weights_leaves_the_job_to_the_others(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    await cluster.trainer(), await cluster.replica()
+    bad = await cluster.replica()
+    bad.faults.once("DescribeWeights", NO_PLACE, times=100)
+    job_id = await cluster.submit(spec)
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None) and bad.publications == []
+    (refusal,) = [event for event in await cluster.events(job_id, "member.failed") if event.data.refused]
+    assert refusal.data.member == bad.id
 
 
 @scenario

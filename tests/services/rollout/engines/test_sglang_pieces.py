@@ -27,8 +27,8 @@ from services.rollout.engines.sglang.worker import LABEL, SchedulerRpc, relabel
 from services.rollout.engines.sglang.worker_methods import SglangMethods
 from services.rollout.nodes.place import EngineStart
 from services.rollout.weights import worker_rpc
-from services.rollout.weights.worker_messages import Reply, Request, decode_reply, decode_request, encode
-from services.rollout.weights.worker_methods import Received, WorkerMethods
+from services.rollout.weights.worker_messages import Reply, Request, carry_out, decode_reply, decode_request, encode
+from services.rollout.weights.worker_methods import Described, Received, WorkerMethods
 from services.rollout.weights.worker_rpc import SOCKET, WorkerRpc
 from services.rollout.weights.workers import WorkerDied
 from tests.services.rollout.conftest import Run
@@ -90,7 +90,18 @@ def test_messages_carry_bytes_numbers_and_answers() -> None:
     reply = decode_reply(encode(Reply(int(torch.tensor(7)), received)))
     assert reply.number == 7 and reply.result(WorkerMethods.wait_received) == received
     assert decode_reply(encode(Reply(8, None))).result(WorkerMethods.wait_received) is None
-    assert decode_reply(encode(Reply(9, b"\x01"))).result(WorkerMethods.describe) == b"\x01"
+    described = Described(b"\x01", (3, 5))
+    assert decode_reply(encode(Reply(9, described))).result(WorkerMethods.describe) == described
+
+
+def test_a_worker_s_failure_is_the_same_error_at_the_replica() -> None:
+    class Worker:
+        def abort(self) -> None:
+            raise InvalidJob("no place for it.", "take another engine.")
+
+    reply = carry_out(Worker(), Request(1, "abort", [], paused=False, deadline=0.0))  # type: ignore[arg-type]
+    with pytest.raises(InvalidJob, match=r"no place for it\. Fix: take another engine\."):
+        decode_reply(encode(reply)).result(WorkerMethods.abort)
 
 
 def test_every_rank_answers_in_its_order(run: Run) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from millrace.contracts.v1 import weights_pb2
-from millrace.errors import PublicationFailed
+from millrace.errors import InvalidJob
 from millrace.ids import Version
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.transfer.session import PublicationSession
@@ -47,5 +47,5 @@ def test_a_row_that_is_written_twice_hides_none_that_is_not() -> None:
             parameter[0:3].copy_(tensor) if name == "a" else parameter[1:2].copy_(tensor)
 
     tensors = {t.name: torch.ones(t.shape) for t in MANIFEST.tensors}
-    with pytest.raises(PublicationFailed, match="only a part of, p"):
+    with pytest.raises(InvalidJob, match="only a part of, p"):
         ComparingLoader(LoaderModel(load, {"p": parameter})).place(REQUEST, tensors)

@@ -69,7 +69,7 @@ class Served:
     def publish_shards(self, tensors: Tensors, *, computed: bool = False) -> None:
         self.version += 1
         shards = Shards(tensors, computed=computed)
-        wanted = Boxes.decode(self.receiver.describe(shards.manifest.to_proto().SerializeToString()))
+        wanted = Boxes.decode(self.receiver.describe(shards.manifest.to_proto().SerializeToString()).boxes)
         self.loaders = list(self._receive(ShardSender(shards, [wanted], version=self.version)).loader_names)
 
     def _receive(self, sender: Sender | ShardSender) -> Placed:
