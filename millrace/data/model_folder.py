@@ -23,6 +23,7 @@ OTHER_HEADS = (
     "ForPreTraining",
 )
 """Endings of the names of architectures that give no distribution of the next token."""
+GENERATION = "generation_config.json"
 FIELD = "model.path"
 
 
@@ -59,6 +60,7 @@ def check_model_folder(path: str | Path, *, messages: bool = True, weights: bool
     if weights:
         _check_weights(folder, FIELD)
     block_scales(config, folder, FIELD)
+    generation_end_tokens(folder)
     has_chat_template = _has_chat_template(folder)
     if messages and not has_chat_template:
         raise refused(
@@ -85,6 +87,18 @@ def text_config(folder: Path, field: str = FIELD) -> dict[str, Any]:
     """The entries of config.json, with those of the text part in their place. Raises InvalidJob that names `field`."""
     config = _json(folder / "config.json", folder, field)
     return config | (config.get("text_config") or {})
+
+
+def generation_end_tokens(folder: Path, field: str = FIELD) -> frozenset[int]:
+    """Tokens that end an answer by generation_config.json; none if there is no such file or it names none. Raises
+    InvalidJob that names `field`."""
+    file = folder / GENERATION
+    named = _json(file, folder, field).get("eos_token_id") if file.is_file() else None
+    tokens = named if isinstance(named, list) else [named] if named is not None else []
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        reason = f"eos_token_id of {GENERATION} is {named!r}"
+        raise refused(field, str(folder), reason, "give the id of a token, or a list of them.")
+    return frozenset(tokens)
 
 
 def vocabulary(folder: Path) -> int | None:

@@ -1,7 +1,7 @@
 """SGLang. Its options are `ServerArgs`; the engine is in `services/rollout/engines/sglang`."""
 
 from millrace.descriptors import EngineDescriptor
-from millrace.engines.vllm import EXPERTS_MOVE, NO_DRAFT_WEIGHTS
+from millrace.engines.vllm import EXPERTS_MOVE, NO_DRAFT_WEIGHTS, SAMPLING_FIELDS
 from millrace.software import TESTED_TORCH, Software
 
 MOVING_EXPERTS = (
@@ -43,6 +43,8 @@ DESCRIPTOR = EngineDescriptor(
         "trust_remote_code": "model.trust_remote_code",
         "dtype": "rollout.dtype",
         "load_format": "",
+        "preferred_sampling_params": SAMPLING_FIELDS,
+        "sampling_defaults": SAMPLING_FIELDS,
         "sampling_backend": "",
         "random_seed": "",
         "skip_tokenizer_init": "",

@@ -31,6 +31,7 @@ SET_BY_REPLICAS = (
 )
 """Options that a replica sets itself, whether it generates or scores, and that no field of a job has instead."""
 
+SAMPLING_FIELDS = "rollout.temperature, rollout.top_p, rollout.top_k and rollout.stop"
 NO_DRAFT_WEIGHTS = "publications do not reach the weights of a draft model, which would stay random"
 EXPERTS_MOVE = "experts would move or multiply after the replica learned where each of them lies"
 
@@ -67,6 +68,7 @@ DESCRIPTOR = EngineDescriptor(
         "trust_remote_code": "model.trust_remote_code",
         "dtype": "rollout.dtype",
         **dict.fromkeys(SET_BY_REPLICAS, ""),
+        "override_generation_config": SAMPLING_FIELDS,
         "quantization": "",
         "enable_return_routed_experts": "algorithm.router_replay",
         "enable_lora": "model.lora",

@@ -8,12 +8,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.contracts.v1 import common_pb2
+from millrace.data.model_folder import generation_end_tokens
 from millrace.errors import MillraceError
 from millrace.ids import Version
 from millrace.spec import JobSpec
@@ -143,8 +145,14 @@ def compute_threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
-def end_of_turn(configured: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end a response: `configured`, which the model folder's generation config names (one, several or
-    none), and the tokenizer's."""
-    tokens = {configured} if isinstance(configured, int) else set(configured or ())
+def end_of_turn(folder: str, tokenizer: Any, *, trust_remote_code: bool, field: str = "model.path") -> list[int]:
+    """Tokens that end a response, the same for every engine: those of the folder's config, of its
+    generation_config.json, and the tokenizer's. Raises InvalidJob about `field`."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    tokens = set(generation_end_tokens(Path(folder), field))
+    for part in (config, config.get_text_config()):
+        named = getattr(part, "eos_token_id", None)
+        tokens |= {named} if isinstance(named, int) else set(named or ())
     return sorted(tokens | {tokenizer.eos_token_id} - {None})

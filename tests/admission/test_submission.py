@@ -141,6 +141,10 @@ def test_a_text_that_is_longer_than_the_model_knows(
             "rollout.engine_options.sglang.kv_cache_dtype: a job cannot set this option. Fix: remove it",
         ),
         (
+            {"rollout": {"engine_options": {"preferred_sampling_params": {"repetition_penalty": 1.1}}}},
+            "a job cannot set this option. Fix: set rollout.temperature, rollout.top_p, rollout.top_k and rollout.stop",
+        ),
+        (
             {"rollout": {"engine_options": {"vllm": {"speculative_config": {"model": "draft"}}}}},
             'rollout.engine_options.vllm.speculative_config: {"model": "draft"}: publications do not reach the weights',
         ),

@@ -8,12 +8,11 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
-from millrace.spec.pools.pool import ROLLOUT
-
 from millrace import events
 from millrace.contracts.v1 import weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.ids import JobId, MemberId
+from millrace.spec.pool import ROLLOUT
 from millrace.weights.plans.manifest import Content
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer, TrainerLost

@@ -162,7 +162,9 @@ class SglangEngine(VersionedEngine):
         self._scheduler.attach(self._manager)
         sglang_options.check_model(self._manager.model_config)
         self._tokenizer = self._manager.tokenizer
-        self._end_of_turn = end_of_turn(self._manager.model_config.hf_eos_token_id, self._tokenizer)
+        self._end_of_turn = end_of_turn(
+            spec.model.path, self._tokenizer, trust_remote_code=spec.model.trust_remote_code
+        )
 
     async def stop(self) -> None:
         if self._watch is not None:

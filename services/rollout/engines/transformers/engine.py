@@ -77,10 +77,10 @@ class TransformersEngine(VersionedEngine):
         options = _options(spec)
         self._model = random_model(spec, options.device, options.attn_implementation)
         self._tokenizer = AutoTokenizer.from_pretrained(spec.model.path, trust_remote_code=spec.model.trust_remote_code)
-        named = getattr(self._model.generation_config, "eos_token_id", None)
+        trust = spec.model.trust_remote_code
         endings = Endings(
             tokenizer=self._tokenizer,
-            end_of_turn=frozenset(end_of_turn(named, self._tokenizer)),
+            end_of_turn=frozenset(end_of_turn(spec.model.path, self._tokenizer, trust_remote_code=trust)),
             context=spec.data.max_prompt_tokens + spec.rollout.max_response_tokens,
         )
         routing = Routing(self._model) if spec.algorithm.router_replay else None

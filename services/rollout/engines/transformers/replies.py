@@ -61,8 +61,8 @@ class TransformersReplies:
         self.context = context(Path(pool.path))
         self.vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         tokenizer = AutoTokenizer.from_pretrained(pool.path, trust_remote_code=pool.trust_remote_code)
-        named = getattr(self._model.generation_config, "eos_token_id", None)
-        ends = frozenset(end_of_turn(named, tokenizer))
+        trust, field = pool.trust_remote_code, f"{model.field}.path"
+        ends = frozenset(end_of_turn(pool.path, tokenizer, trust_remote_code=trust, field=field))
         endings = Endings(tokenizer, ends, self.context or limits.MOST_TOKENS)
         decode_loop = DecodeLoop(self._model, endings, options.max_num_seqs, secrets.randbits(60))
         decode_loop.set_version(Version(0))  # the weights of the folder, for ever

@@ -130,8 +130,8 @@ class VllmEngine(VersionedEngine):
             self._marks.attach(llm)
         self._tokenizer = llm.get_tokenizer()
         self._lora_request = None if self._adapter is None else lora_request()
-        named = llm.model_config.try_get_generation_config().get("eos_token_id")
-        self._end_of_turn = end_of_turn(named, self._tokenizer)
+        trust = spec.model.trust_remote_code
+        self._end_of_turn = end_of_turn(spec.model.path, self._tokenizer, trust_remote_code=trust)
         if spec.algorithm.router_replay and (experts := read_shape(Path(spec.model.path)).experts):
             self._replayed = [layer for layer, has in enumerate(experts.layers) if has]
         return llm

@@ -24,8 +24,8 @@ class VllmReplies(VllmPoolEngine):
         """See `PoolEngine`."""
         await super().start(model)
         self._tokenizer = self._llm.get_tokenizer()
-        named = self._llm.model_config.try_get_generation_config().get("eos_token_id")
-        self._end_of_turn = end_of_turn(named, self._tokenizer)
+        trust, field = model.pool.trust_remote_code, f"{model.field}.path"
+        self._end_of_turn = end_of_turn(model.pool.path, self._tokenizer, trust_remote_code=trust, field=field)
 
     def _arguments(self, model: PoolModel) -> Any:
         return engine_arguments(model)
