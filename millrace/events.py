@@ -24,11 +24,14 @@ Source = Literal["trainer", "sibling"]
 PublishedContent = Literal["model", "base", "adapter"]
 """What a publication consists of, as `Content` of the manifest."""
 
+StopCause = Literal["solved", "flat"]
+
 
 class EventKind(StrEnum):
     JOB_STATE = "job.state"
     JOB_WAITING = "job.waiting"
     JOB_REWOUND = "job.rewound"
+    JOB_STOPPING = "job.stopping"
     DATA_OPENED = "data.opened"
     TRAINER_CONFIGURING = "trainer.configuring"
     TRAINER_CONFIGURED = "trainer.configured"
@@ -50,6 +53,7 @@ class EventKind(StrEnum):
     PUBLICATION_FAILED = "publication.failed"
     EVALUATION_DONE = "evaluation.done"
     CHECKPOINT_SAVED = "checkpoint.saved"
+    CHECKPOINT_BEST = "checkpoint.best"
     CHECKPOINT_FAILED = "checkpoint.failed"
     TRACKER_FAILED = "tracker.failed"
     REPORT_FAILED = "report.failed"
@@ -82,6 +86,15 @@ class JobRewound(EventData):
     version: int = Field(description="Weight version that the job goes back to.")
     lost: int = Field(description="Weight version that the job had reached.")
     prompts: int = Field(description="How many prompts are issued again.")
+
+
+class JobStopping(EventData):
+    """The job ends before its last step, by `schedule.stop_when`."""
+
+    kind: Literal[EventKind.JOB_STOPPING] = EventKind.JOB_STOPPING
+    step: int = Field(description="The last step.")
+    metric: str
+    cause: StopCause
 
 
 class DataOpened(EventData):
@@ -328,6 +341,16 @@ class CheckpointSaved(EventData):
     seconds: Figure | None = Field(None, description="As `bytes`.")
 
 
+class CheckpointBest(EventData):
+    """Another checkpoint is the best one by `schedule.keep_best`."""
+
+    kind: Literal[EventKind.CHECKPOINT_BEST] = EventKind.CHECKPOINT_BEST
+    step: int
+    path: str
+    metric: str
+    value: Figure
+
+
 class CheckpointFailed(EventData):
     """A checkpoint could not be written; the one before stays the newest."""
 
@@ -361,6 +384,7 @@ Payload = (
     JobMoved
     | JobWaiting
     | JobRewound
+    | JobStopping
     | DataOpened
     | TrainerConfiguring
     | TrainerConfigured
@@ -382,6 +406,7 @@ Payload = (
     | PublicationFailed
     | EvaluationDone
     | CheckpointSaved
+    | CheckpointBest
     | CheckpointFailed
     | TrackerFailed
     | ReportFailed

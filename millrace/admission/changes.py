@@ -19,6 +19,8 @@ CHANGEABLE = {
     "rollout.lease_s": False,
     "schedule.save_every_steps": False,
     "schedule.keep_checkpoints": False,
+    "schedule.keep_best": False,
+    "schedule.stop_when": False,
     "schedule.save_in_background": True,
     "schedule.steps": True,
     "model.use_shm": True,

@@ -24,6 +24,7 @@ def broken_rules(spec: JobSpec) -> list[Mistake]:
     return [
         *_output(spec),
         *_data(spec),
+        *_schedule(spec),
         *_reward(spec),
         *_sizes(spec),
         *_amounts(spec),
@@ -46,6 +47,28 @@ def _output(spec: JobSpec) -> Iterator[Mistake]:
         if name not in PLACEHOLDERS:
             known = ", ".join(f"{{{each}}}" for each in PLACEHOLDERS)
             yield _broken("output", spec.output, f"{{{name}}} stands for nothing", f"use {known}, or no braces")
+
+
+def _schedule(spec: JobSpec) -> Iterator[Mistake]:
+    """Metrics by which a job stops or keeps a checkpoint exist at some step."""
+    schedule, every = spec.schedule, 0 if spec.evaluation is None else spec.evaluation.every_steps
+    stop = schedule.stop_when
+    if stop is not None and stop.solved_at is None and stop.flat_steps is None:
+        reason = "neither schedule.stop_when.solved_at nor schedule.stop_when.flat_steps is given"
+        yield _broken("schedule.stop_when", stop.metric, reason, "give one of them, or both")
+    named = [("schedule.stop_when.metric", stop.metric)] if stop is not None else []
+    if schedule.keep_best is not None:
+        named.append(("schedule.keep_best", schedule.keep_best))
+        if schedule.save_every_steps == 0:
+            reason = "only the last step is saved"
+            yield _broken("schedule.keep_best", schedule.keep_best, reason, "set schedule.save_every_steps")
+    for field, metric in named:
+        if metric.removeprefix("-").startswith(("evaluation/", "val-core/", "val-aux/")) and every == 0:
+            reason = "evaluation.every_steps is not given, so no step before the last has it"
+            yield _broken(field, metric, reason, "set evaluation.every_steps")
+    if stop is not None and stop.flat_steps is not None and stop.flat_steps < every:
+        reason = f"it would compare windows without an evaluation, which there is every {every} steps"
+        yield _broken("schedule.stop_when.flat_steps", stop.flat_steps, reason, f"raise it to at least {every}")
 
 
 def _data(spec: JobSpec) -> Iterator[Mistake]:

@@ -10,6 +10,24 @@ from millrace.validation.fields import OneOf
 from millrace.validation.model import StrictModel
 from millrace.wire.deadlines import COMMIT_S, DEADLINES_S, FINISH_S
 
+HELD_OUT_REWARD = "evaluation/reward"
+"""The step metric that is shown as held-out reward."""
+
+
+class StopWhen(StrictModel):
+    """When a job ends before its last step. It then saves and evaluates as after any last step, and has succeeded."""
+
+    metric: str = HELD_OUT_REWARD
+    """The step metric that is looked at (docs/metrics.md), one of which larger values are better. Steps without it,
+    such as those without an evaluation, do not end the job."""
+    solved_at: float | None = Field(None, ge=-limits.LARGEST_WEIGHT, le=limits.LARGEST_WEIGHT)
+    """The job is solved when the metric has at least this value; null: it is not looked at."""
+    flat_steps: int | None = Field(None, ge=1, le=10_000)
+    """The job is flat when the best value in this many steps is at most `flat_change` above the best value in as many
+    steps before them; null: it is not looked at."""
+    flat_change: float = Field(0.005, ge=0.0, le=limits.LARGEST_WEIGHT)
+    """Rise of the best value that counts as learning."""
+
 
 class Schedule(StrictModel):
     steps: int | None = Field(None, ge=0, le=limits.MOST_STEPS)
@@ -24,6 +42,12 @@ class Schedule(StrictModel):
     """Steps between two checkpoints. The last step is always saved; 0, or more than there are steps: only the last."""
     keep_checkpoints: int = Field(2, ge=1, le=10_000)
     """Number of checkpoints that are kept, the newest ones."""
+    keep_best: str | None = None
+    """Step metric by which the best checkpoint is kept in addition to the newest, the one with the largest value, as
+    evaluation/reward; with - before its name the one with the smallest. `checkpoints/best` is a link to it. A
+    checkpoint counts if its step has the metric: evaluate at the steps that are saved. null: only the newest."""
+    stop_when: StopWhen | None = Field(None, examples=[{"solved_at": 0.95}])
+    """When the job ends before its last step; null: it trains all steps."""
     save_in_background: bool = True
     """true: training continues while a checkpoint is written from a copy in host memory, which takes 12 bytes a
     parameter over all ranks. false: training waits for the disk."""

@@ -19,6 +19,15 @@ export interface ChangeView {
   advice: string;
 }
 
+/** Another checkpoint is the best one by `schedule.keep_best`. */
+export interface CheckpointBest {
+  kind: "checkpoint.best";
+  step: number;
+  path: string;
+  metric: string;
+  value: number | string;
+}
+
 /** A checkpoint could not be written; the one before stays the newest. */
 export interface CheckpointFailed {
   kind: "checkpoint.failed";
@@ -71,11 +80,11 @@ export interface Event {
   id: string;
   time_s: number;
   message: string;
-  data: JobMoved | JobWaiting | JobRewound | DataOpened | TrainerConfiguring | TrainerConfigured | TrainerLost | TrainerOutOfMemory | MemberJoined | MemberConfigured | MemberFailed | MemberJoining | MemberOut | MemberDied | PromptDropped | LeaseExpired | GroupStale | GroupDropped | StepDone | TrainingWarning | PublicationDone | PublicationFailed | EvaluationDone | CheckpointSaved | CheckpointFailed | TrackerFailed | ReportFailed | OtherRelease;
+  data: JobMoved | JobWaiting | JobRewound | JobStopping | DataOpened | TrainerConfiguring | TrainerConfigured | TrainerLost | TrainerOutOfMemory | MemberJoined | MemberConfigured | MemberFailed | MemberJoining | MemberOut | MemberDied | PromptDropped | LeaseExpired | GroupStale | GroupDropped | StepDone | TrainingWarning | PublicationDone | PublicationFailed | EvaluationDone | CheckpointSaved | CheckpointBest | CheckpointFailed | TrackerFailed | ReportFailed | OtherRelease;
   kind: EventKind | string;
 }
 
-export type EventKind = "job.state" | "job.waiting" | "job.rewound" | "data.opened" | "trainer.configuring" | "trainer.configured" | "trainer.lost" | "trainer.out_of_memory" | "member.joined" | "member.configured" | "member.failed" | "member.joining" | "member.out" | "member.died" | "prompt.dropped" | "lease.expired" | "group.stale" | "group.dropped" | "step.done" | "training.warning" | "publication.done" | "publication.failed" | "evaluation.done" | "checkpoint.saved" | "checkpoint.failed" | "tracker.failed" | "report.failed";
+export type EventKind = "job.state" | "job.waiting" | "job.rewound" | "job.stopping" | "data.opened" | "trainer.configuring" | "trainer.configured" | "trainer.lost" | "trainer.out_of_memory" | "member.joined" | "member.configured" | "member.failed" | "member.joining" | "member.out" | "member.died" | "prompt.dropped" | "lease.expired" | "group.stale" | "group.dropped" | "step.done" | "training.warning" | "publication.done" | "publication.failed" | "evaluation.done" | "checkpoint.saved" | "checkpoint.best" | "checkpoint.failed" | "tracker.failed" | "report.failed";
 
 /** A number that speaks for a finding. */
 export interface FigureView {
@@ -197,6 +206,14 @@ export interface JobRewound {
 }
 
 export type JobState = "queued" | "starting" | "running" | "paused" | "succeeded" | "failed" | "cancelled";
+
+/** The job ends before its last step, by `schedule.stop_when`. */
+export interface JobStopping {
+  kind: "job.stopping";
+  step: number;
+  metric: string;
+  cause: "solved" | "flat";
+}
 
 /** A job without its spec. */
 export interface JobSummary {

@@ -5,13 +5,14 @@ started again from the top: after a crash of the coordinator, of Redis or of the
 """
 
 from services.coordinator.stages.admit import admit
-from services.coordinator.stages.checkpoint import checkpoint
+from services.coordinator.stages.checkpoint import checkpoint, keep_best
 from services.coordinator.stages.configure import configure
 from services.coordinator.stages.evaluate import evaluate
 from services.coordinator.stages.issue import issue
 from services.coordinator.stages.publish import publish
 from services.coordinator.stages.run import Run
 from services.coordinator.stages.step import interrupted, step
+from services.coordinator.stages.stop import stop_early
 from services.coordinator.stages.track import track
 
 
@@ -36,8 +37,12 @@ async def train(run: Run) -> None:
         await checkpoint(run)
         await evaluate(run)
         await track(run)
+        await keep_best(run)
         if run.done:
             break
+        await stop_early(run)
+        if run.done:
+            continue  # the last checkpoint and evaluation
 
         # From here to the next version.
         batch = await admit(run)

@@ -7,8 +7,10 @@ its cut is kept as a note: after a crash, the next coordinator asks the trainer 
 import asyncio
 import contextlib
 import dataclasses
+import math
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ log = structlog.get_logger(__name__)
 
 NOTE = "saving"
 """The cut of the checkpoint that the trainer is writing."""
+BEST = "best"
+"""The note with the step of the best checkpoint, and the name of the link to it."""
 BACKGROUND = "timing_s/save_checkpoint_background"
 """Seconds from the begin of a save until it is on disk, in the row of the step after which this was noticed."""
 
@@ -141,10 +145,53 @@ async def _cut(run: Run, folder: str) -> dict[str, Any]:
     return cut | {"rows": job.rows, "ledger": dataclasses.asdict(counts)}
 
 
-async def _prune(run: Run) -> None:
-    """Removes all but the newest checkpoints, folder and record."""
+async def keep_best(run: Run) -> None:
+    """Notes the best checkpoint by `schedule.keep_best`, and links `checkpoints/best` to it. Says when it is another
+    one."""
+    if run.spec.schedule.keep_best is None:
+        return
     kept = await run.records.checkpoints()
+    best = await _best(run, kept)
+    if best is None or await run.records.note(BEST) == best[0]:
+        return
+    step, value = best
+    path, metric = kept[step]["path"], run.spec.schedule.keep_best.removeprefix("-")
+    await asyncio.to_thread(_link, Path(path))
+    await run.records.set_note(BEST, step)
+    told = events.CheckpointBest(step=step, path=path, metric=metric, value=value)
+    await run.tell(told, f"the checkpoint of step {step} is the best so far: {metric} {value:.4g}")
+    await _prune(run)
+
+
+async def _best(run: Run, kept: Mapping[int, Any]) -> tuple[int, float] | None:
+    """The step of the checkpoint with the best value of `schedule.keep_best`, the newest of equals, and the value."""
+    wanted = run.spec.schedule.keep_best
+    if wanted is None:
+        return None
+    metric, sign = wanted.removeprefix("-"), -1.0 if wanted.startswith("-") else 1.0
+    values = {step: (await run.records.row(step) or {}).get(metric) for step in kept}
+    found = [(sign * value, step) for step, value in values.items() if value is not None and math.isfinite(value)]
+    return (max(found)[1], sign * max(found)[0]) if found else None
+
+
+def _link(folder: Path) -> None:
+    """Makes the link `best` beside the folder, in one step. A file system without links is not an error."""
+    made = folder.parent / f".{BEST}.new"
+    try:
+        made.unlink(missing_ok=True)
+        made.symlink_to(folder.name, target_is_directory=True)
+        made.rename(folder.parent / BEST)
+    except OSError as error:
+        log.warning("no link to the best checkpoint", path=str(folder), error=str(error))
+
+
+async def _prune(run: Run) -> None:
+    """Removes all but the newest checkpoints and the best one, folder and record."""
+    kept = await run.records.checkpoints()
+    best = await _best(run, kept)
     for step in list(kept)[: -run.spec.schedule.keep_checkpoints]:
+        if best is not None and step == best[0]:
+            continue
         try:
             await asyncio.to_thread(shutil.rmtree, kept[step]["path"])
         except FileNotFoundError:

@@ -9,6 +9,7 @@ from millrace.contracts.v1 import work_pb2
 from millrace.data import PromptSource
 from millrace.ids import JobId, Purpose, Version, evaluation_prompt
 from millrace.spec.model import Evaluation
+from millrace.spec.schedule import HELD_OUT_REWARD
 from millrace.telemetry.spans.kinds import SpanKind
 from services.coordinator.observe.evaluation import held_out
 from services.coordinator.observe.samples import samples_in
@@ -98,7 +99,7 @@ async def _record(run: Run, groups: list[GroupSummary], count: int, seconds: flo
     shown = [group.prompt_id for group in groups[: run.spec.tracking.samples_per_step]]
     await run.records.add_samples(await samples_in(run.evaluation, run.records, shown, run.job.step))
     if groups:
-        reward = mean([r for group in groups for r in group.rewards])
+        values[HELD_OUT_REWARD] = reward = mean([r for group in groups for r in group.rewards])
         found: dict[str, float] = {"evaluation_before": reward} if run.job.step == 0 else {}
         if run.job.step > 0 or run.done:
             found |= {"evaluation_last": reward, "evaluation_step": run.job.step}

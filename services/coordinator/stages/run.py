@@ -111,6 +111,8 @@ class Run:
     @property
     def steps(self) -> int:
         """Number of steps to train."""
+        if self.job.last_step:
+            return self.job.last_step
         schedule = self.spec.schedule
         if schedule.steps is not None:
             return schedule.steps

@@ -96,6 +96,8 @@ class JobRecord:
     cursor: int = 0
     """Prompts drawn from the data, over all passes."""
     rows: int = 0
+    last_step: int = 0
+    """The step after which the job stops early; 0: after those of its schedule."""
     reward: float | None = None
     evaluation_before: float | None = None
     evaluation_last: float | None = None

@@ -53,5 +53,11 @@ EVALUATION = (
         COORDINATOR,
         "Standard deviation over those draws, then the mean over the prompts.",
     ),
+    StepMetric(
+        "evaluation/reward",
+        Unit.REWARD,
+        COORDINATOR,
+        "Held-out reward: mean over all answers of all data sources, as `millrace jobs` shows it.",
+    ),
     StepMetric("val-aux/scored_prompts", Unit.COUNT, COORDINATOR, "Held-out prompts that were scored."),
 )
