@@ -4,12 +4,14 @@ function, the model as the backend builds it. Takes seconds to minutes, and runs
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from millrace.admission.output import left_checkpoints
 from millrace.admission.trials import SHOWN, RewardTrial, ask_judges, model_mistakes
 from millrace.data import PromptRow, PromptSource, open_section
 from millrace.data.chat import render
+from millrace.data.model_folder import vocabulary
 from millrace.data.row import json_texts
 from millrace.errors import BadRow, InvalidJob, Mistake, wrong_value
 from millrace.rewards import BUILT_IN
@@ -120,18 +122,38 @@ def _prompts(spec: JobSpec, sections: list[Section], progress: Progress, notes: 
         return [wrong_value("model.path", spec.model.path, reason, fix)]
     mistakes: list[Mistake] = []
     for section in sections:
-        lengths, refused = [], Section(section.name, section.source, section.procedural)
+        lengths, largest, refused = [], -1, Section(section.name, section.source, section.procedural)
         for row in progress(section.sample, f"prompts of {section.name}", len(section.sample)):
             options = spec.data.chat_template_options
             try:
                 rendered = render(row, tokenizer, max_tokens=sys.maxsize, chat_template_options=options)
                 lengths.append(len(rendered.token_ids))
+                largest = max(largest, *rendered.token_ids)
             except BadRow as error:
                 refused.add(row.index, error.what, error.fix)
         mistakes += refused.mistakes
         if lengths:
             mistakes += _lengths(spec, section, lengths, notes)
+            mistakes += _beyond_embedding(spec, section, largest, tokenizer, notes)
     return mistakes
+
+
+def _beyond_embedding(spec: JobSpec, section: Section, largest: int, tokenizer: Any, notes: list[str]) -> list[Mistake]:
+    """Compares the largest token id of the prompts, and the tokenizer's tokens, with the rows of the embedding: an
+    engine dies of an id beyond them."""
+    rows = vocabulary(Path(spec.model.path))
+    if rows is None or len(tokenizer) <= rows:
+        return []
+    fix = f"resize the model (model.resize_token_embeddings({len(tokenizer)})) and save it, or take the tokens out."
+    if largest >= rows:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        reason = f"prompts of {section.name} have the token {token!r} with id {largest}; its embedding has {rows} rows"
+        return [wrong_value("model.path", spec.model.path, reason, fix)]
+    notes.append(
+        f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows: an engine dies of those beyond "
+        f"it. No prompt of {section.name} that was looked at has one"
+    )
+    return []
 
 
 def _tokenizer(spec: JobSpec) -> Any:

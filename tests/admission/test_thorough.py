@@ -193,3 +193,24 @@ def test_judges_are_asked_once_where_that_is_wanted(tmp_path: Path) -> None:
     in_pool = spec.model_validate(spec.model_dump(mode="json") | {"reward": reward, "pools": pools})
     assert ask_judges(in_pool, "data", rows(2)[1], notes) == []
     assert notes[-1].startswith("reward.functions.0.judge: is not asked: ")
+
+
+@pytest.mark.parametrize("rows_of_embedding", [258, 259])
+def test_a_prompt_with_a_token_beyond_the_embedding_is_a_mistake(rows_of_embedding: int, tmp_path: Path) -> None:
+    """The chat template's <|im_end|> has id 258."""
+    write_rows(tmp_path / "train.jsonl", rows(3))
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": rows_of_embedding}))
+    spec = spec_of(tmp_path, "train.jsonl", max_prompt_tokens=100)
+    mistakes = thorough._prompts(spec, [read(spec)], plain, [])
+    if rows_of_embedding == 259:
+        assert mistakes == []
+        return
+    (mistake,) = mistakes
+    assert "'<|im_end|>' with id 258; its embedding has 258 rows" in str(mistake)
+    assert "resize_token_embeddings(259)" in str(mistake)
+    notes: list[str] = []
+    spec = spec_of(tmp_path, "train.jsonl", max_prompt_tokens=100)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert thorough._prompts(spec, [read(spec)], plain, notes) == []
+    assert any("259 tokens, the model's embedding 258 rows" in note for note in notes)

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from millrace.rest.diagnosis import Bottleneck, DiagnosisView, FigureView, FindingView
 from millrace.rest.timeline import IdleCause
+from millrace.spec.job import JobSpec
 from millrace.telemetry.metrics.declaration import Unit
-from services.coordinator.diagnosis.changes import CHANGES
+from services.coordinator.diagnosis.changes import changes
 from services.coordinator.diagnosis.summary import ReplicaPace, Summary
 
 LEAST_SHARE = 0.05
@@ -44,9 +45,9 @@ SENTENCES = {
 }
 
 
-def diagnose(job_id: str, from_step: int, to_step: int, summary: Summary) -> DiagnosisView:
-    """The findings of a summary, the one that costs most first."""
-    findings = sorted(_findings(summary), key=lambda finding: -finding.share)
+def diagnose(job_id: str, from_step: int, to_step: int, summary: Summary, spec: JobSpec) -> DiagnosisView:
+    """The findings of a summary of a job with this spec, the one that costs most first."""
+    findings = sorted(_findings(summary, spec), key=lambda finding: -finding.share)
     return DiagnosisView(
         job_id=job_id,
         from_step=from_step,
@@ -70,7 +71,7 @@ def slow_replica(summary: Summary) -> ReplicaPace | None:
     return slowest if is_last and slowest.token_s >= SLOW * others else None
 
 
-def _findings(summary: Summary) -> list[FindingView]:
+def _findings(summary: Summary, spec: JobSpec) -> list[FindingView]:
     slow = slow_replica(summary)
     lost: dict[Bottleneck, float] = {}
     for cause, seconds in summary.loop_s.items():
@@ -81,7 +82,7 @@ def _findings(summary: Summary) -> list[FindingView]:
     for bottleneck, seconds in lost.items():
         share = _saved(bottleneck, seconds, summary) / max(summary.seconds, 1e-9)
         if share >= LEAST_SHARE:
-            found.append(_finding(bottleneck, share, seconds, summary, slow))
+            found.append(_finding(bottleneck, share, seconds, summary, spec, slow))
     return found
 
 
@@ -105,7 +106,7 @@ def _saved(bottleneck: Bottleneck, seconds: float, summary: Summary) -> float:
 
 
 def _finding(
-    bottleneck: Bottleneck, share: float, seconds: float, summary: Summary, slow: ReplicaPace | None
+    bottleneck: Bottleneck, share: float, seconds: float, summary: Summary, spec: JobSpec, slow: ReplicaPace | None
 ) -> FindingView:
     of_step = seconds / max(1, summary.steps)
     member = slow.member if slow is not None and bottleneck is Bottleneck.LONG_TAIL else ""
@@ -117,7 +118,7 @@ def _finding(
         message=f"{sentence}: {of_step:.3g} s of a step of {summary.seconds / max(1, summary.steps):.3g} s.",
         member=member,
         figures=[*_own_figures(bottleneck, summary, slow), *_metrics(bottleneck, summary)],
-        changes=[change for change in CHANGES[bottleneck] if change.advice],
+        changes=changes(bottleneck, spec),
     )
 
 

@@ -39,4 +39,4 @@ def _judged(
         found = summary.of_spans(activity, first, last, job.spec, rows, job.token_budget)
     else:
         found = summary.of_metrics(job.spec, rows, job.token_budget)
-    return diagnose(job.id, first, last, found)
+    return diagnose(job.id, first, last, found, job.spec)

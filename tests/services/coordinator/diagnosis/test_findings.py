@@ -12,7 +12,7 @@ from millrace.rest.diagnosis import Bottleneck, DiagnosisView
 from millrace.rest.timeline import IdleCause as C
 from millrace.spec.job import JobSpec
 from millrace.telemetry.metrics.catalogue import find
-from services.coordinator.diagnosis.changes import CHANGES
+from services.coordinator.diagnosis.changes import CHANGES, changes
 from services.coordinator.diagnosis.findings import METRICS, OF_CAUSE, SENTENCES, diagnose, slow_replica
 from services.coordinator.diagnosis.summary import ReplicaPace, Summary, of_metrics
 
@@ -23,8 +23,49 @@ def summary(loop_s: Mapping[C, float], **others: Any) -> Summary:
     return Summary(steps=10, seconds=sum(loop_s.values()), loop_s=loop_s, **({"max_staleness": 1} | others))
 
 
+def job(**sections: Any) -> JobSpec:
+    tree = {
+        "name": "n",
+        "output": "/o",
+        "model": {"path": "/m"},
+        "data": {"files": ["/d"]},
+        "reward": {"function": "exact"},
+        "evaluation": {"files": ["/e"]},
+    }
+    return JobSpec.model_validate(tree | sections)
+
+
 def found(of: Summary) -> DiagnosisView:
-    return diagnose("job-1", 1, 10, of)
+    return diagnose("job-1", 1, 10, of, job(schedule={"max_staleness": of.max_staleness}))
+
+
+AS_ADVISED = {
+    "schedule.max_staleness": 1,
+    "trainer.activation_recompute": False,
+    "publication.path": "delta",
+    "publication.commit": "shadow",
+    "schedule.save_in_background": True,
+    "rollout.samples_per_prompt": 1,
+}
+
+
+@pytest.mark.parametrize("bottleneck", list(Bottleneck))
+def test_advice_names_the_present_value_and_is_never_what_the_job_has(bottleneck: Bottleneck) -> None:
+    tree: dict[str, Any] = {"model": {"path": "/m", "lora": {"rank": 8}}}
+    for setting, value in AS_ADVISED.items():
+        section, name = setting.split(".")
+        tree.setdefault(section, {})[name] = value
+    told = changes(bottleneck, job(**tree))
+    assert told, "something is left to try"
+    raised = {"schedule.max_staleness"} if bottleneck in (Bottleneck.LONG_TAIL, Bottleneck.REWARDS) else set()
+    off = {"trainer.activation_recompute"} if bottleneck is Bottleneck.MEMORY else set()
+    assert not {change.setting for change in told} & {*AS_ADVISED, "model.lora"} - raised - off
+    assert all("Now: " in change.advice for change in told if change.setting)
+    other = changes(bottleneck, job(trainer={"activation_recompute": True}, schedule={"max_staleness": 0}))
+    settings = {change.setting: change.advice for change in other}
+    assert ("trainer.activation_recompute" in settings) is (bottleneck is Bottleneck.TRAINER)
+    if bottleneck in (Bottleneck.TRAINER, Bottleneck.STALENESS_BOUND):
+        assert settings["schedule.max_staleness"].endswith("Now: 0.")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +119,8 @@ def test_what_costs_little_is_no_finding() -> None:
     assert diagnosis.bottleneck is None and diagnosis.findings == []
 
 
-def test_without_spans_the_metrics_are_judged(spec: JobSpec) -> None:
+def test_without_spans_the_metrics_are_judged() -> None:
+    spec = job()
     values = {
         "timing_s/train": 2.0,
         "timing_s/update_weights": 1.0,
@@ -95,18 +137,6 @@ def test_without_spans_the_metrics_are_judged(spec: JobSpec) -> None:
     assert found(nothing).bottleneck is Bottleneck.GENERATION
 
 
-@pytest.fixture
-def spec(tmp_path: Any) -> JobSpec:
-    tree = {
-        "name": "n",
-        "output": "/o",
-        "model": {"path": "/m"},
-        "data": {"files": ["/d"]},
-        "reward": {"function": "exact"},
-    }
-    return JobSpec.model_validate(tree)
-
-
 def test_every_bottleneck_has_a_sentence_figures_and_changes() -> None:
     assert set(SENTENCES) == set(METRICS) == set(CHANGES) == set(Bottleneck)
     assert set(OF_CAUSE.values()) | {Bottleneck.MEMORY, Bottleneck.STALENESS_BOUND} == set(Bottleneck)
@@ -114,9 +144,7 @@ def test_every_bottleneck_has_a_sentence_figures_and_changes() -> None:
         assert all(find(name) for name in names), names
 
 
-@pytest.mark.parametrize(
-    "setting", sorted({change.setting for changes in CHANGES.values() for change in changes} - {""})
-)
+@pytest.mark.parametrize("setting", sorted({change.setting for of_one in CHANGES.values() for change in of_one} - {""}))
 def test_each_setting_is_a_field_of_the_spec(setting: str) -> None:
     model: Any = JobSpec
     for name in setting.split("."):
