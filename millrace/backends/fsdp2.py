@@ -72,7 +72,7 @@ DESCRIPTOR = BackendDescriptor(
         "reference": frozenset({"logprob_chunk_tokens", *OF_EACH_MODEL}),
         "critic": frozenset({"offload_optimizer", "offload_activations", *OF_EACH_MODEL}),
     },
-    check="millrace.fsdp2.sequence_parallel:check_submission",
+    check="millrace.fsdp2.rules:check_submission",
     across_hosts="millrace.fsdp2.across_hosts:warnings",
     trains_adapters=True,
     publishes_adapters=True,

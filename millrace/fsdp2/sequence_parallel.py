@@ -14,30 +14,23 @@ from millrace.spec.trainer import ROLES, Role
 NAME = "sequence_parallel_size"
 FIELD = f"trainer.backend_options.{NAME}"
 HEADS = ("num_attention_heads", "num_attention_heads_per_layer")
-ROTARY = ("rope_parameters", "rope_scaling")
-CONFIG_ENTRIES = (*HEADS, *ROTARY)
+CONFIG_ENTRIES = HEADS
 """Entries of a model's config (of its text part) that the rules read."""
-BY_LENGTH = ("dynamic", "longrope")
-"""Rotary positions that transformers computes from the largest position in the forward pass. A rank has a slice of the
-tokens and would see another."""
 SPLIT = ("auto", "varlen", "segments")
 """Attention implementations with which ranks can share a micro-batch."""
 
 
-def check_submission(spec: JobSpec) -> None:
-    """The checks that need no trainer. Raises InvalidJob with every rule that is broken."""
+def mistakes_of(spec: JobSpec) -> Iterator[Mistake]:
+    """Every rule that a job breaks, as far as it is known without a trainer."""
     options, critic = parse(spec.trainer.backend_options), spec.algorithm.critic
-    broken: list[Mistake] = []
     if options.sequence_parallel_size > 1:
-        broken += _broken_rules(options, text_config(Path(spec.model.path)), FIELD)
+        yield from _broken_rules(options, text_config(Path(spec.model.path)), FIELD)
     for role in ROLES:
-        broken += _not_shared(options.sequence_parallel_size, parse(spec.trainer.of(role).backend_options), role)
+        yield from _not_shared(options.sequence_parallel_size, parse(spec.trainer.of(role).backend_options), role)
     own = parse(spec.trainer.of("critic").backend_options)
     if own.sequence_parallel_size > 1 and critic is not None and critic.path is not None:
         field = _field("critic") if NAME in spec.trainer.critic.backend_options else FIELD
-        broken += _broken_rules(own, text_config(Path(critic.path), "algorithm.critic.path"), field)
-    if broken:
-        raise InvalidJob.of(broken)
+        yield from _broken_rules(own, text_config(Path(critic.path), "algorithm.critic.path"), field)
 
 
 def check(options: Fsdp2Options, config: Mapping[str, Any]) -> None:
@@ -72,18 +65,3 @@ def _broken_rules(options: Fsdp2Options, config: Mapping[str, Any], field: str) 
         if count % size:
             reason = f"the model's {count} attention heads do not divide by it"
             yield wrong_value(field, size, reason, f"choose a divisor of {count}.")
-    for kind in sorted(set(_rotary_kinds(config))):
-        if any(name in kind for name in BY_LENGTH):
-            reason = f"the model's rotary positions ({kind}) depend on the longest text of a micro-batch"
-            yield wrong_value(field, size, reason, "set it to 1, or give the model's config yarn or linear scaling.")
-
-
-def _rotary_kinds(config: Mapping[str, Any]) -> Iterator[str]:
-    """The kinds of rotary positions; a config may have one for each kind of layer."""
-    for entry in ROTARY:
-        found = config.get(entry)
-        if not isinstance(found, Mapping):
-            continue
-        for settings in (found, *(each for each in found.values() if isinstance(each, Mapping))):
-            if isinstance(kind := settings.get("rope_type") or settings.get("type"), str):
-                yield kind

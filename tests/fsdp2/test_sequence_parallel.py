@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from millrace.errors import InvalidJob
-from millrace.fsdp2.sequence_parallel import FIELD, check_submission
+from millrace.fsdp2.rules import check_submission
+from millrace.fsdp2.sequence_parallel import FIELD
 from millrace.spec import JobSpec, parse
 
 DENSE: dict[str, Any] = {"num_attention_heads": 12, "num_key_value_heads": 2}
-LONG = {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}
-BY_KIND = {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}, "sliding_attention": {}}}
 
 
 def job(
@@ -20,6 +19,7 @@ def job(
     config: dict[str, Any],
     options: dict[str, Any],
     critic_config: dict[str, Any] | None = None,
+    engine_options: dict[str, Any] | None = None,
     **roles: int,
 ) -> JobSpec:
     """A job with models of these configs, and sizes of its roles."""
@@ -34,6 +34,7 @@ def job(
             "output": str(folder / "output"),
             "model": {"path": str(folder / "model")},
             "data": {"procedural": "reasoning_gym:spell_backward"},
+            "rollout": {"engine_options": engine_options or {}},
             "algorithm": {"preset": "ppo", "kl_coefficient": 0.1, "critic": critic},
             "trainer": {"backend_options": options, **sizes},
         }
@@ -51,18 +52,12 @@ def job(
             ["the model's 6 attention heads do not divide by it"],
         ),
         (
-            {**DENSE, **LONG},
+            DENSE,
             {"sequence_parallel_size": 8, "attention": "sdpa"},
             [
                 "sdpa attention cannot be divided over ranks",
                 "the model's 12 attention heads do not divide by it",
-                "the model's rotary positions (longrope) depend on the longest text of a micro-batch",
             ],
-        ),
-        (
-            {**DENSE, **BY_KIND},
-            {"sequence_parallel_size": 2},
-            ["the model's rotary positions (dynamic) depend on the longest text of a micro-batch"],
         ),
     ],
 )
@@ -94,7 +89,3 @@ def test_the_size_of_a_role_divides_that_of_the_policy(tmp_path: Path) -> None:
 def test_more_ranks_than_key_value_heads_are_allowed(tmp_path: Path, size: int) -> None:
     options = {"sequence_parallel_size": size, "attention": "segments"}
     check_submission(job(tmp_path, {**DENSE, "rope_scaling": None}, options))
-
-
-def test_a_model_that_is_not_divided_is_not_read(tmp_path: Path) -> None:
-    check_submission(job(tmp_path, LONG, {"attention": "sdpa"}))

@@ -80,13 +80,19 @@ def random_model(spec: JobSpec, device: str, attention: str) -> Any:
         model = AutoModelForCausalLM.from_config(
             config,
             dtype=getattr(torch, spec.rollout.dtype),
-            attn_implementation=attention,
+            attn_implementation=attention_for(config, attention),
             trust_remote_code=trust,
         )
         return _with_float32_kept(model).to(device).eval()
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         what = f"model.path: {spec.model.path} cannot be built by transformers on {device}: {error}."
         raise InvalidJob(what, "give a Hugging Face model folder of an architecture that it knows.") from error
+
+
+def attention_for(config: Any, asked: str) -> str:
+    """The attention for a model with this config: torch's own leaves out a soft cap."""
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return "eager" if asked == "sdpa" and capped else asked
 
 
 def _with_float32_kept(model: Any) -> Any:

@@ -25,10 +25,11 @@ from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from services.trainer.backends.fsdp2 import attention, head
 from services.trainer.backends.fsdp2.adapted import ModuleAdapter, adapters_off
-from services.trainer.backends.fsdp2.computable import check_shared
+from services.trainer.backends.fsdp2.computable import check_config
 from services.trainer.backends.fsdp2.critic import Fsdp2Critic
 from services.trainer.backends.fsdp2.flops import sequence_cost
 from services.trainer.backends.fsdp2.logits import token_scores
+from services.trainer.backends.fsdp2.model import FIELD as MODEL_FIELD
 from services.trainer.backends.fsdp2.model import Sharding, decoder_layers, load_config, policy
 from services.trainer.backends.fsdp2.published import export, shards
 from services.trainer.backends.fsdp2.published.parts import parts
@@ -75,7 +76,7 @@ class Fsdp2Backend(ShardedModel):
         with collectives.fail_together():
             config = load_config(spec.model)
             chosen = _attention(options, config.get_text_config(), compute, device)
-            check_shared(options, config)
+            check_config(spec, options, config, spec.model.path, MODEL_FIELD)
         self.device = device
         self._sequence, self.data_parallel = divide_ranks(options.sequence_parallel_size)
         self._reference_sequence = self._sequence

@@ -14,7 +14,7 @@ from millrace.errors import refused
 from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import TensorInfo
 from services.trainer.backends.fsdp2.attention import model_inputs
-from services.trainer.backends.fsdp2.computable import check_shared
+from services.trainer.backends.fsdp2.computable import check_config
 from services.trainer.backends.fsdp2.flops import sequence_cost
 from services.trainer.backends.fsdp2.loading.folder import ModelFolder
 from services.trainer.backends.fsdp2.loading.local import LocalPart
@@ -59,7 +59,7 @@ class Fsdp2Critic(ShardedModel):
             source = source.model_copy(update={"path": chosen.path, "weights": None})
         with collectives.fail_together():
             config = load_config(source, FIELD)
-            check_shared(options, config)
+            check_config(spec, options, config, source.path, FIELD)
             if (size := config.get_text_config().vocab_size) != vocabulary:
                 reason = f"it knows {size} tokens and the policy {vocabulary}"
                 raise refused(FIELD, source.path, reason, "give a model with the policy's tokenizer.")

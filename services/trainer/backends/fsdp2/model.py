@@ -17,6 +17,7 @@ from millrace.errors import InvalidJob
 from millrace.spec.model import Model
 from services.trainer.backends.fsdp2.computable import check_computable, named
 from services.trainer.backends.fsdp2.loading.folder import FIX, ModelFolder
+from services.trainer.backends.fsdp2.noise import set_noise
 from services.trainer.backends.fsdp2.sequence_parallel import SequenceGroup
 from services.trainer.ranks import collectives
 
@@ -64,11 +65,7 @@ def load_config(model: Model, field: str = FIELD) -> Any:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidJob(f"{field}: the config of {model.path} cannot be read: {error}", FIX) from error
-    for name in vars(config):
-        if name.endswith(("dropout", "_pdrop", "layerdrop", "jitter_noise")) and isinstance(
-            getattr(config, name), float
-        ):
-            setattr(config, name, 0.0)
+    set_noise(config, 0.0)
     vars(config).pop(quantization.KEY, None)
     return config
 

@@ -9,27 +9,34 @@ import sys
 from dataclasses import asdict
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from millrace.backends.fsdp2 import parse
 from millrace.errors import InvalidJob
 from millrace.spec import JobSpec
 from millrace.spec import parse as parse_spec
 from services.trainer.backends.fsdp2 import attention
-from services.trainer.backends.fsdp2.computable import check_computable, check_shared
+from services.trainer.backends.fsdp2.computable import check_computable, check_config
 from services.trainer.backends.fsdp2.layer_choice import choose_layers
 from services.trainer.backends.fsdp2.model import FIELD, load_config
+from services.trainer.backends.fsdp2.proof.implementations import FLASH
 
-FLASH = "flash_attention_2"
-NAMES = {"auto": FLASH, "varlen": attention.VARLEN, "segments": attention.SEGMENTS}
-"""Attention implementations that are assumed here. The trainer's host may have flash-attn where this one has not."""
+NAMES = {
+    "auto": (attention.SEGMENTS, FLASH),
+    "varlen": (attention.VARLEN,),
+    "segments": (attention.SEGMENTS,),
+    FLASH: (FLASH,),
+    "sdpa": ("sdpa",),
+}
+"""Attention implementations of which one has to be right. The trainer's host may have flash-attn where this one has
+not."""
 
 
 def check(spec: JobSpec) -> None:
     """Raises InvalidJob for a model, or layers of an adapter, that the backend would refuse on any host."""
     config = load_config(spec.model)
     options = parse(spec.trainer.backend_options)
-    check_shared(options, config)
+    check_config(spec, options, config, spec.model.path, FIELD)
     asked = options.attention
     if asked == "auto" and options.sequence_parallel_size > 1:
         asked = "varlen"  # flash-attn is not divided over ranks
@@ -40,9 +47,21 @@ def check(spec: JobSpec) -> None:
         reason = " ".join(str(error).split())[:300]
         what = f"{FIELD}: {spec.model.path} cannot be built as a language model: {reason}"
         raise InvalidJob(what, "give a model of an architecture that this release of transformers knows.") from error
-    check_computable(module, NAMES.get(asked, asked), spec.model.path, FIELD)
+    _check_any(module, NAMES[asked], spec.model.path)
     if spec.model.lora is not None:
         choose_layers(module, spec.model.lora)
+
+
+def _check_any(module: PreTrainedModel, implementations: tuple[str, ...], path: str) -> None:
+    """Raises InvalidJob, about the first, if none of these attention implementations computes the model."""
+    first: InvalidJob | None = None
+    for implementation in implementations:
+        try:
+            return check_computable(module, implementation, path, FIELD)
+        except InvalidJob as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def main() -> None:

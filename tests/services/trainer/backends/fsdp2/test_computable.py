@@ -76,6 +76,10 @@ WRONG: dict[str, dict[str, Any]] = {
     "falcon_h1": {},
     "jamba": {},
     "minimax": HEADS,
+    "stablelm": {},
+    "nemotron": HEADS,
+    "glm_moe_dsa": {**LATENTS, **EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1},
+    "mimo_v2_flash": {**HEADS, **EXPERTS, "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
 }
 
 
@@ -116,10 +120,18 @@ def test_what_would_be_another_model_is_refused(kind: str, one_rank: torch.devic
     assert raised.value.fix and "safetensors" not in str(raised.value)
 
 
+def test_the_fix_names_what_computes_the_model(one_rank: torch.device, tmp_path: Path) -> None:
+    folder = saved_config("stablelm", {}, tmp_path / "stablelm")
+    with pytest.raises(InvalidJob, match="does not tell its attention where sequences begin") as raised:
+        build(job_spec(folder), one_rank)
+    assert '"flash_attention_2" or "sdpa"' in raised.value.fix
+    model_check.check(job_spec(folder, trainer={"backend_options": {"attention": "sdpa"}}))
+
+
 def test_so_is_the_critics(one_rank: torch.device, tied_model: Path, tmp_path: Path) -> None:
     folder = saved_config("lfm2", WRONG["lfm2"] | {"vocab_size": 259}, tmp_path / "lfm2")
     spec = job_spec(tied_model, algorithm={"preset": "ppo", "critic": {"path": str(folder)}})
-    with pytest.raises(InvalidJob, match=r"algorithm\.critic\.path: .*layers of conv") as raised:
+    with pytest.raises(InvalidJob, match=r"algorithm\.critic\.path: .*its architecture is lfm2") as raised:
         build(spec, one_rank)
     assert raised.value.fix
 
@@ -128,12 +140,13 @@ def test_where_ranks_share_micro_batches_flash_attn_does_not_help(tmp_path: Path
     folder = saved_config("gemma2", WRONG["gemma2"], tmp_path / "gemma2")
     model_check.check(job_spec(folder))
     shared = {"backend_options": {"sequence_parallel_size": 2}}
-    with pytest.raises(InvalidJob, match="attn_logit_softcapping"):
+    with pytest.raises(InvalidJob, match=r"varlen attention, which leaves out its softcap, differs by .* nats"):
         model_check.check(job_spec(folder, trainer=shared))
 
 
 def test_torchs_own_attention_leaves_out_softcapping_too(one_rank: torch.device, tmp_path: Path) -> None:
     folder = saved_config("gemma2", WRONG["gemma2"], tmp_path / "gemma2")
     spec = job_spec(folder, trainer={"backend_options": {"attention": "sdpa"}})
-    with pytest.raises(InvalidJob, match="attn_logit_softcapping"):
+    with pytest.raises(InvalidJob, match=r"sdpa attention, differs by .* nats") as raised:
         build(spec, one_rank)
+    assert "flash_attention_2" in raised.value.fix
