@@ -3,11 +3,14 @@
 import contextlib
 import json
 import mmap
+import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+from millrace.local.private import private_file, private_folder
 
 LOUD = ("warning", "error", "critical")
 TAIL_BYTES = 16_384
@@ -54,7 +57,7 @@ class ServiceLog:
     """The log file of one service, read as it grows."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
         self.name = name
         self.path = folder / f"{name}.log"
         self._growing = GrowingFile(self.path, self.path.stat().st_size if self.path.exists() else 0)
@@ -62,11 +65,19 @@ class ServiceLog:
 
     def opened(self, argv: tuple[str, ...]) -> IO[bytes]:
         """For a new life of the service to append to; a line of its own tells it from the one before."""
-        file = self.path.open("ab")
-        file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(argv)}\n".encode())
-        file.flush()
-        self._life_from = file.tell()
+        file = self.to_append()
+        with contextlib.suppress(OSError):  # the disk is full
+            file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(argv)}\n".encode())
+        self._life_from = self.path.stat().st_size if self.path.exists() else 0
         return file
+
+    def to_append(self) -> IO[bytes]:
+        """The file, without a buffer; the null device if there is no room for a file."""
+        try:
+            return open(self.path, "ab", buffering=0, opener=private_file)
+        except OSError as error:
+            say("millrace", f"{self.path} cannot be written: {error.strerror}. What {self.name} prints is lost.")
+            return open(os.devnull, "ab", buffering=0)
 
     def loud_lines(self) -> Iterator[str]:
         """What was written since the last call and deserves a person's attention."""
@@ -76,6 +87,8 @@ class ServiceLog:
 
     def last_lines(self, count: int) -> list[str]:
         """The end of what this life of the service wrote."""
+        if not self.path.exists():
+            return []
         with self.path.open("rb") as file:
             file.seek(max(self._life_from, self.path.stat().st_size - TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()

@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -19,6 +20,7 @@ from millrace.local.launcher import STANDBY
 from millrace.local.lives import joined
 from millrace.local.options import Service, StackOptions
 from millrace.local.ports import check_free
+from millrace.local.private import new_private_folder
 from millrace.local.restarts import Restarts
 from millrace.local.service_log import ServiceLog, say
 from millrace.rest import MemberState
@@ -30,6 +32,8 @@ LOOK_S = 0.2
 COORDINATOR_READY_S = 60.0
 STANDBY_AFTER_S = 20.0
 """How long a service runs before its standby is started, which imports much: not while the service itself starts."""
+LEAST_FREE_BYTES = 1 << 20
+"""A disk with less room counts as full."""
 SILENT_S = 120.0
 """A replica that has sent no heartbeat for so long is killed and started again. The coordinator has given it up long
 before."""
@@ -47,6 +51,8 @@ class Supervisor:
         """Of each service that has one: a process that takes over when the service's own has ended."""
         self.given_up: set[str] = set()
         self.complete = False
+        self.full = False
+        """The disk of the state folder has no room."""
         self.stopping = asyncio.Event()
         self.failure: MillraceError | None = None
 
@@ -125,7 +131,7 @@ class Supervisor:
         is needed."""
         if service.name not in self.standbys:
             environment = {**self.environment(service), STANDBY: "1"}
-            with self.logs[service.name].path.open("ab") as output:
+            with self.logs[service.name].to_append() as output:
                 self.standbys[service.name] = child_processes.start(
                     service.argv, environment, output, stdin=subprocess.PIPE
                 )
@@ -219,10 +225,22 @@ class Supervisor:
     async def echo(self) -> None:
         """Repeats the services' warnings and errors on the console."""
         while not self.stopping.is_set():
+            self.tell_room()
             for name, log in self.logs.items():
                 for line in log.loud_lines() if log.path.exists() else ():
                     say(name, line)
             await asyncio.sleep(LOOK_S)
+
+    def tell_room(self) -> None:
+        """Says once that the disk of the state folder is full, and once that it has room again."""
+        full = shutil.disk_usage(self.options.folder).free < LEAST_FREE_BYTES
+        if full != self.full:
+            self.full = full
+            costs = "log lines are lost, and jobs wait as soon as Redis cannot write. Fix: free some room"
+            told = f"is full: {costs}." if full else "has room again."
+            say("millrace", f"the disk of {self.options.folder.resolve()} {told}")
+            if not full:
+                self.write_state()
 
     async def stop(self) -> None:
         """Replicas first, then the trainer, the coordinator last; who does not stop in time is killed."""
@@ -264,8 +282,11 @@ class Supervisor:
         }
         path = self.options.folder / "stack.json"
         scratch = path.with_suffix(".part")
-        scratch.write_text(json.dumps(state, indent=1))
-        scratch.replace(path)
+        try:
+            scratch.write_text(json.dumps(state, indent=1))
+            scratch.replace(path)
+        except OSError as error:
+            say("millrace", f"{path} cannot be written: {error.strerror}. It names the processes of before.")
 
 
 def _took_over(standby: subprocess.Popen[bytes]) -> bool:
@@ -290,7 +311,7 @@ async def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
 
 def supervise(options: StackOptions, members: Sequence[Service]) -> int:
     """The supervisor's process, one at a time on a state folder. Its failure to start is told in one line."""
-    options.folder.mkdir(parents=True, exist_ok=True)
+    new_private_folder(options.folder)
     try:
         with _only_one(options.folder / "lock"):
             return asyncio.run(Supervisor(options, members).run())

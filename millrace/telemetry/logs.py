@@ -16,18 +16,22 @@ from structlog.typing import EventDict, Processor
 
 from millrace.errors import MillraceError
 from millrace.telemetry.log_tail import TAIL
+from millrace.telemetry.lossy_stream import take_over_standard_streams
 
 QUIET_LIBRARIES = ("asyncio", "grpc", "httpcore", "httpx", "hpack")
 """Libraries whose INFO lines say nothing about a job."""
 
 
 def configure(service: str, member: str = "", stream: TextIO | None = None) -> None:
-    """Sends the logs of this process to `stream`, by default standard error. Each line has `service` and `member`. The
+    """Sends the logs of this process to `stream`, by default standard error, which fails nobody from then on if it is a
+    file on a full disk. Each line has `service` and `member`. The
     newest ones are kept too (`millrace.telemetry.log_tail`).
 
     Raises MillraceError where MILLRACE_LOG or MILLRACE_LOG_LEVEL has an unknown value.
     """
-    stream = stream or sys.stderr
+    if stream is None:
+        take_over_standard_streams()
+        stream = sys.stderr
     level = _level()
     identity = {"service": service} | ({"member": member} if member else {})
     shared: list[Processor] = [

@@ -1,6 +1,7 @@
 """Membership in the coordinator's fleet, for trainer and replicas alike: register, heartbeat, leave."""
 
 import asyncio
+import contextlib
 import math
 import os
 import time
@@ -134,5 +135,6 @@ def note_drained() -> None:
 
 def _show_life() -> None:
     if path := os.environ.get(LIFE_FILE):
-        Path(path).touch()
-        os.utime(path, (time.monotonic(), time.monotonic()))
+        with contextlib.suppress(OSError):  # without room for the file nobody waits for it
+            Path(path).touch()
+            os.utime(path, (time.monotonic(), time.monotonic()))

@@ -11,6 +11,7 @@ from pathlib import Path
 import structlog
 
 from millrace.errors import InvalidState, Unavailable
+from millrace.local.private import new_private_folder
 from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
 from millrace.wire.address import host_address
 from millrace.wire.http.server import GRACE_S, HttpServer, listening
@@ -76,7 +77,7 @@ class Coordinator:
 
     async def _embedded(self, held: contextlib.ExitStack) -> str:
         folder = self._settings.state_dir / "redis"
-        folder.mkdir(parents=True, exist_ok=True)
+        new_private_folder(self._settings.state_dir)
         held.enter_context(_locked(self._settings.state_dir / "lock"))
         self._redis = RedisServer(folder)
         await self._redis.start()

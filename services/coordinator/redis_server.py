@@ -17,6 +17,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from millrace.errors import Unavailable
+from millrace.local.private import private_folder
 from millrace.local.sockets import LONGEST, short_root
 from services.coordinator.store.connection import is_closed_transport
 
@@ -44,7 +45,7 @@ class RedisServer:
     async def start(self) -> None:
         """Raises Unavailable where there is no redis-server or it does not start."""
         executable = _executable()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        private_folder(self._folder)
         if self._socket.parent != self._folder.absolute():
             _make_private(self._socket.parent)
         await self._replace_previous()
@@ -149,7 +150,7 @@ class _Process:
     """
 
     def __init__(self, argv: list[str]) -> None:
-        self._process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, start_new_session=True)
+        self._process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, start_new_session=True, umask=0o077)
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         threading.Thread(target=self._wait, name="redis-server", daemon=True).start()

@@ -20,6 +20,7 @@ from millrace.client import Client
 from tests.local.programs import TAKING_OVER, alive, eventually, supervising
 from tests.ports import held_port
 from tests.processes import runs
+from tests.small_disk import filled, small_disk
 
 pytestmark = [
     pytest.mark.slow,
@@ -169,6 +170,27 @@ def test_a_member_that_stands_still_is_killed_and_started_again(
         assert "rollout-0 has not sent a heartbeat for 3 s and is killed" in running.end()[1]
     finally:
         running.close()
+
+
+def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
+    with small_disk(tmp_path, 8):
+        running = Running(tmp_path / "state")
+        try:
+            running.wait_until_up()
+            trainer, told = running.pids()["trainer"], running.told()
+            before = {p.pid for p in alive(running.mark)}
+            file = filled(tmp_path)
+            os.kill(trainer, signal.SIGKILL)
+            eventually(lambda: {p.pid for p in alive(running.mark)} - before, 30)
+            file.unlink()
+            eventually(lambda: running.pids().get("trainer", trainer) != trainer, 30)
+            assert Client(told["url"]).ready()
+            running.watchdog.send_signal(signal.SIGINT)
+            status, console = running.end()
+        finally:
+            running.close()
+    assert status == 0, console
+    assert "is full: log lines are lost" in console and "has room again." in console
 
 
 def test_a_standby_takes_over(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +62,37 @@ def test_what_a_library_does_to_the_root_logger_is_undone() -> None:
     configured = 'logs.configure("rollout", "rollout-1a2b3c4d")\n'
     done = run(PROGRAM.replace(configured, configured + library))
     assert [json.loads(line)["event"] for line in done.stderr.splitlines()] == ["lease taken", "port 7700", "broke"]
+
+
+FULL = """
+import sys
+from millrace.telemetry import logs
+from millrace.telemetry.lossy_stream import LossyStream
+sys.stderr = sys.stdout = open(sys.argv[1], "w")
+logs.configure("rollout")
+import logging
+log = logging.getLogger("a.module")
+for _ in range(3):
+    print("a library prints")
+    sys.stdout.flush()
+    log.warning("lease lost")
+room = open(sys.argv[2], "w")
+for stream in (sys.stdout, sys.stderr):
+    stream.stream = room
+log.warning("lease found")
+"""
+
+
+def test_a_full_disk_costs_lines_and_ends_nobody(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, "/dev/full", str(told)],
+        env={"PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line)["event"] for line in told.read_text().splitlines() if line]
+    assert lines[0] == "lease found"
+    assert re.fullmatch(r"\d writes to the log were lost: No space left on device", lines[1])

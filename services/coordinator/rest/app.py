@@ -5,6 +5,7 @@ import socket
 
 from fastapi import Depends, FastAPI, Response
 from pydantic import BaseModel, Field
+from redis.exceptions import RedisError
 
 from millrace import __version__
 from millrace.errors import Unavailable
@@ -76,8 +77,11 @@ def _operations(app: FastAPI, components: Components) -> None:
     @app.get("/readyz", tags=["operations"], responses=error_responses({503: "Redis does not answer."}))
     async def readyz() -> Health:
         """Whether the coordinator can take jobs: whether it reaches its Redis."""
-        if not await components.store.connection.up():
-            raise Unavailable(f"Redis at {components.store.connection.name} does not answer.", "start Redis again.")
+        try:
+            await components.store.connection.check()
+        except RedisError as error:
+            what = f"Redis at {components.store.connection.name} takes no writes: {error}."
+            raise Unavailable(what, "start Redis again.") from error
         return Health(status="ready")
 
     @app.get(

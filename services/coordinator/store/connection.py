@@ -149,10 +149,14 @@ class Connection:
     async def up(self) -> bool:
         """Whether Redis answers, has loaded its data and takes writes. A Redis that is full still answers a PING."""
         try:
-            await self.do("SET", PROBE, "1")
+            await self.check()
         except (StoreDown, RedisError):
             return False
         return True
+
+    async def check(self) -> None:
+        """Raises StoreDown, or an error of Redis, if Redis is not up."""
+        await self.do("SET", PROBE, "1")
 
     async def wait_until_up(self) -> None:
         """Waits until Redis is up; asks at intervals that grow to at most 2 s."""

@@ -1,6 +1,7 @@
 """The embedded redis-server by itself."""
 
 import asyncio
+import stat
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from millrace.errors import Unavailable
 from services.coordinator import redis_server
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.store import Store
+from services.coordinator.store.connection import StoreDown
 from tests.services.coordinator.cluster import until
+from tests.small_disk import filled, small_disk
 
 
 async def kept(server: RedisServer) -> bytes | None:
@@ -74,3 +77,43 @@ def test_none_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Unavailable, match="no REDIS_URL and no redis-server"):
         asyncio.run(RedisServer(tmp_path).start())
+
+
+def test_others_can_read_nothing_of_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        folder = tmp_path / "redis"
+        folder.mkdir(mode=0o755)
+        server = RedisServer(folder)
+        await server.start()
+        await server.stop()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()}
+        assert modes.keys() >= {"appendonly.aof", "redis.log"}
+        assert {name for name, mode in modes.items() if mode & 0o077} == set()
+
+    asyncio.run(scenario())
+
+
+def test_a_full_disk_is_waited_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        server = RedisServer(tmp_path / "redis")
+        await server.start()
+        store = Store(server.url)
+        try:
+            await store.connection.check()
+            file = filled(tmp_path)
+            with pytest.raises(StoreDown, match=r"takes no writes: .*No space left|takes no writes: .*MISCONF"):
+                for _ in range(200):
+                    await store.connection.do("SET", "large", "x" * 3000)
+                    await asyncio.sleep(0.05)
+            assert not await store.connection.up()
+            file.unlink()
+            async with asyncio.timeout(30):
+                await store.connection.wait_until_up()
+            await store.connection.do("SET", "kept", "1")
+        finally:
+            await store.close()
+            await server.stop()
+
+    with small_disk(tmp_path, 2):
+        asyncio.run(scenario())
