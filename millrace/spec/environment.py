@@ -101,7 +101,7 @@ class Agent(StrictModel):
     sandbox: bool = True
     """Whether the command runs in a sandbox, which sees the files that its arguments name with their folders, and of
     the network only its session, or everything with reward.network. If not, it runs as the replica does, with all of
-    its files and network."""
+    its files and network; replicas take that with MILLRACE_UNSANDBOXED_AGENTS=1 in their environment only."""
     commands: int = Field(8, ge=1, le=1024)
     """Commands that run at once in each replica."""
     sessions: int = Field(1024, ge=1, le=65_536)

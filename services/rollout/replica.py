@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from services.rollout.environments.runner import EnvironmentEpisodes
 from services.rollout.judges.scorer import JudgeScorer
 from services.rollout.metrics import ReplicaMetrics
 from services.rollout.nodes.leader import Leader
-from services.rollout.sessions.episodes import AgentEpisodes
+from services.rollout.sessions.episodes import AgentEpisodes, check_allowed
 from services.rollout.sessions.hosted import HostedEpisodes
 from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.weights.receiver import PublicationReceiver
@@ -91,6 +92,7 @@ class Replica:
             spec = await asyncio.to_thread(hub.local, received(spec_json))
             if self.draining.is_set():
                 raise InvalidState(f"{self.member_id} drains.", "configure another replica.")
+            check_allowed(spec.rollout.agent, os.environ)
             if self.job is None or (self.job.id, self.job.spec) != (job_id, spec):
                 await self._leave_job("another job was configured")
                 if self.nodes is not None:

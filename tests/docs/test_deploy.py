@@ -71,7 +71,8 @@ def settings(file: Path) -> dict[str, str]:
 
 def test_the_example_of_settings_names_the_compose_file_and_holds_no_secret() -> None:
     example = settings(ROOT / ".env.example")
-    assert (ROOT / example["COMPOSE_FILE"]).is_file() and example["MILLRACE_TOKEN"] == ""
+    assert all((ROOT / file).is_file() for file in example["COMPOSE_FILE"].split(":"))
+    assert example["MILLRACE_TOKEN"] == example["GRAFANA_PASSWORD"] == ""
     used = set(re.findall(r"\$\{(\w+)", (DEPLOY / "docker-compose.yml").read_text()))
     assert set(example) - used == {"COMPOSE_FILE", "COMPOSE_PROJECT_NAME"}
 
@@ -89,8 +90,17 @@ def test_the_line_of_the_page_makes_settings_with_a_token(tmp_path: Path) -> Non
     subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True)
     made = settings(tmp_path / ".env")
     assert re.fullmatch("[0-9a-f]{64}", made["MILLRACE_TOKEN"])
-    assert made | {"MILLRACE_TOKEN": ""} == settings(ROOT / ".env.example")
+    assert re.fullmatch("[0-9a-f]{64}", made["GRAFANA_PASSWORD"]) and len(set(made.values())) == len(made)
+    assert made | {"MILLRACE_TOKEN": "", "GRAFANA_PASSWORD": ""} == settings(ROOT / ".env.example")
     assert (tmp_path / ".env").stat().st_mode & 0o077 == 0
+
+
+def test_the_replica_may_make_sandboxes_and_grafana_has_a_password_of_its_own() -> None:
+    opened = yaml.safe_load((DEPLOY / "sandbox.yml").read_text())["services"]
+    options = [f"{each}=unconfined" for each in ("seccomp", "apparmor", "systempaths")]
+    assert opened == {"rollout": {"security_opt": options}}
+    assert all(f"--security-opt {each}" in (ROOT / "docs/running.md").read_text() for each in options)
+    assert SERVICES["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"].startswith("${GRAFANA_PASSWORD:?")
 
 
 def test_no_container_starts_without_a_token() -> None:

@@ -1,12 +1,13 @@
 """Runs the episodes of a job with an agent: each is a session that the agent plays."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from millrace.drops import Drop, DropReason
+from millrace.errors import refused
 from millrace.spec import JobSpec
 from millrace.spec.environment import Agent
 from millrace.telemetry.spans.kinds import SpanKind
@@ -21,6 +22,8 @@ from services.rollout.sessions.session import AgentFailed, Session
 from services.rollout.work.groups import EpisodeFailed
 from services.rollout.work.job import Job, Prompt
 
+UNSANDBOXED = "MILLRACE_UNSANDBOXED_AGENTS"
+"""Environment variable by which the operator of a replica allows commands outside of a sandbox: 1."""
 ATTEMPTS = 2
 """Runs of an episode whose agent fails, before its group is dropped."""
 LONGEST_REASON = 300
@@ -32,6 +35,13 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
     row = prompt.row
     told = {"index": row.index, "data_source": row.data_source, "prompt": row.prompt}
     return {**told, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
+
+
+def check_allowed(agent: Agent | None, environment: Mapping[str, str]) -> None:
+    """Raises InvalidJob for a command without a sandbox, unless the replica's operator allows them."""
+    if agent is not None and agent.command and not agent.sandbox and environment.get(UNSANDBOXED) != "1":
+        reason = "the operator of the replicas does not allow commands outside of a sandbox"
+        raise refused("rollout.agent.sandbox", False, reason, f"leave it out, or set {UNSANDBOXED}=1 on each replica.")
 
 
 @dataclass(frozen=True)

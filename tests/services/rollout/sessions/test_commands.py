@@ -13,6 +13,7 @@ from millrace.errors import InvalidJob
 from millrace.spec.environment import Agent
 from services.rollout.episode.episode import Episode
 from services.rollout.sessions.commands.program import check_command, code_of
+from services.rollout.sessions.episodes import UNSANDBOXED, check_allowed
 from services.rollout.work.groups import EpisodeFailed
 from tests.services.rollout.sessions.served import Served, served
 from tests.services.rollout.sessions.test_sessions import trained
@@ -126,3 +127,13 @@ def test_what_a_command_needs_is_seen_and_what_is_not_there_is_refused(tmp_path:
     assert code_of(command) == [command[0], command[1], str(venv)]
     with pytest.raises(InvalidJob, match=r'rollout.agent.command: "no-such-program": there is no such program'):
         check_command(Agent(command=["no-such-program"]))
+
+
+def test_only_an_operator_allows_commands_outside_of_a_sandbox() -> None:
+    plain = Agent(command=["python", "agent.py"], sandbox=False)
+    for environment in ({}, {UNSANDBOXED: ""}, {UNSANDBOXED: "0"}):
+        with pytest.raises(InvalidJob, match=rf"rollout\.agent\.sandbox: false.*{UNSANDBOXED}=1"):
+            check_allowed(plain, environment)
+    check_allowed(plain, {UNSANDBOXED: "1"})
+    for allowed in (None, Agent(command=["python", "agent.py"]), Agent(external=True)):
+        check_allowed(allowed, {})
