@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any, TextIO, cast
 
 
@@ -16,16 +17,9 @@ class LossyStream:
         self._why = ""
 
     def write(self, text: str) -> int:
-        """Writes, as far as that is possible."""
-        try:
-            self.stream.write(text)
-            self.stream.flush()
-        except OSError as error:
-            self.lost, self._why = self.lost + 1, error.strerror or str(error)
-            return len(text)
-        if lost := self.lost:
-            self.lost = 0  # first: the warning comes here too
-            logging.getLogger(__name__).warning("%d writes to the log were lost: %s", lost, self._why)
+        """Writes, as far as that is possible. What has no end of a line yet is kept, so that lines stay whole."""
+        if self._done(lambda: self.stream.write(text)) and "\n" in text:
+            self.flush()
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
@@ -34,7 +28,18 @@ class LossyStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Every write is flushed."""
+        """Writes what was kept, as far as that is possible."""
+        if self._done(self.stream.flush) and (lost := self.lost):
+            self.lost = 0  # first: the warning comes here too
+            logging.getLogger(__name__).warning("%d writes to the log were lost: %s", lost, self._why)
+
+    def _done(self, work: Callable[[], object]) -> bool:
+        try:
+            work()
+        except OSError as error:
+            self.lost, self._why = self.lost + 1, error.strerror or str(error)
+            return False
+        return True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

@@ -1,3 +1,4 @@
+import io
 import json
 import re
 import subprocess
@@ -5,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from millrace.telemetry.lossy_stream import LossyStream
 
 PROGRAM = """
 import logging, structlog
@@ -95,4 +98,16 @@ def test_a_full_disk_costs_lines_and_ends_nobody(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line)["event"] for line in told.read_text().splitlines() if line]
     assert lines[0] == "lease found"
-    assert re.fullmatch(r"\d writes to the log were lost: No space left on device", lines[1])
+    assert re.fullmatch(r"\d+ writes to the log were lost: No space left on device", lines[1])
+
+
+def test_lines_reach_the_file_whole() -> None:
+    written: list[str] = []
+
+    class File(io.StringIO):
+        def flush(self) -> None:
+            written.append(self.getvalue())
+
+    stream = LossyStream(File())
+    print("a", "b", file=stream)  # type: ignore[call-overload]
+    assert written == ["a b\n"]
