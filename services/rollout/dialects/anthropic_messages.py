@@ -12,10 +12,9 @@ from services.rollout.dialects.chat_completions import calls_allowed, stops
 from services.rollout.dialects.histories import arguments_of, text_of
 from services.rollout.dialects.refusals import Refused
 from services.rollout.dialects.streams import event
+from services.rollout.dialects.turns import SampledTurn, Speaker, TurnRequest
 from services.rollout.engine import StopReason
 from services.rollout.episode.chat import Message
-from services.rollout.sessions.policy import Ask, Said
-from services.rollout.sessions.session import Session
 
 ROLES = ("user", "assistant", "system")
 STOP_REASONS = {
@@ -37,13 +36,13 @@ class MessagesRequest(BaseModel):
     stop_sequences: Any = None
     stream: bool | None = None
 
-    def ask(self) -> Ask:
+    def turn_request(self) -> TurnRequest:
         """What the request asks of the policy. Raises Refused."""
         system = text_of(self.system, "system")
         history: list[Message] = [{"role": "system", "content": system}] if system else []
         for number, message in enumerate(self.messages):
             history += _messages(message, f"messages.{number}")
-        return Ask(
+        return TurnRequest(
             messages=history,
             tools=[_tool(tool, f"tools.{number}") for number, tool in enumerate(self.tools or ())],
             max_tokens=self.max_tokens,
@@ -101,37 +100,37 @@ def _assistant(blocks: list[Mapping[str, Any]], field: str) -> Message:
     }
 
 
-def _content(said: Said) -> list[dict[str, Any]]:
+def _content(turn: SampledTurn) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
-    if said.reasoning:
-        blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
-    if said.content:
-        blocks.append({"type": "text", "text": said.content})
-    for call in said.calls:
+    if turn.reasoning:
+        blocks.append({"type": "thinking", "thinking": turn.reasoning, "signature": ""})
+    if turn.content:
+        blocks.append({"type": "text", "text": turn.content})
+    for call in turn.calls:
         given = arguments_of(call["function"]["arguments"])
         tool = {"name": call["function"]["name"], "input": given if isinstance(given, dict) else {"arguments": given}}
         blocks.append({"type": "tool_use", "id": call["id"], **tool})
     return blocks
 
 
-def message(request: MessagesRequest, session: Session, said: Said) -> dict[str, Any]:
+def message(request: MessagesRequest, speaker: Speaker, turn: SampledTurn) -> dict[str, Any]:
     """The answer to a request that does not stream."""
-    reason = STOP_REASONS[said.sample.stop_reason]
+    reason = STOP_REASONS[turn.sample.stop_reason]
     return {
-        "id": f"msg_{session.id}-{said.number}",
+        "id": f"msg_{speaker.id}-{turn.number}",
         "type": "message",
         "role": "assistant",
-        "model": request.model or session.policy.model,
-        "content": _content(said),
-        "stop_reason": "tool_use" if said.calls and reason == "end_turn" else reason,
+        "model": request.model or speaker.model,
+        "content": _content(turn),
+        "stop_reason": "tool_use" if turn.calls and reason == "end_turn" else reason,
         "stop_sequence": None,
-        "usage": {"input_tokens": said.prompt_tokens, "output_tokens": len(said.sample.tokens)},
+        "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": len(turn.sample.tokens)},
     }
 
 
-def events(request: MessagesRequest, session: Session, said: Said) -> Iterator[str]:
+def events(request: MessagesRequest, speaker: Speaker, turn: SampledTurn) -> Iterator[str]:
     """The answer to a request that streams."""
-    whole = message(request, session, said)
+    whole = message(request, speaker, turn)
     usage = {**whole["usage"], "output_tokens": 0}
     yield _event("message_start", message={**whole, "content": [], "stop_reason": None, "usage": usage})
     for index, block in enumerate(whole["content"]):

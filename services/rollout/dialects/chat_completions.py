@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from pydantic import BaseModel, Field
 
@@ -12,29 +11,11 @@ from millrace.validation import limits
 from services.rollout.dialects.histories import history
 from services.rollout.dialects.refusals import Refused, openai_error
 from services.rollout.dialects.streams import event
+from services.rollout.dialects.turns import SampledTurn, Speaker, TurnRequest
 from services.rollout.engine import Sample, StopReason
-from services.rollout.sessions.policy import Ask, Said
-from services.rollout.sessions.session import Session
 
 DONE = "data: [DONE]\n\n"
 """The end of a stream."""
-
-
-@dataclass(frozen=True)
-class Speaker:
-    """Who says the turns of answers."""
-
-    id: str
-    """Begins the ids of the answers."""
-    model: str
-    """Name of the model, where a request names none."""
-    decode: Callable[[Sequence[int]], str]
-    """The text of tokens, with special ones."""
-
-    @classmethod
-    def of(cls, session: Session) -> Self:
-        """The policy in a session."""
-        return cls(session.id, session.policy.model, session.policy.chats.without_tools.decode)
 
 
 class ChatRequest(BaseModel):
@@ -55,7 +36,7 @@ class ChatRequest(BaseModel):
     n: int | None = None
     response_format: dict[str, Any] | None = None
 
-    def ask(self) -> Ask:
+    def turn_request(self) -> TurnRequest:
         """What the request asks of the policy. Raises Refused."""
         if self.n not in (None, 1):
             raise Refused.of(wrong_value("n", self.n, "a request samples one turn at a time", "leave it out."))
@@ -66,7 +47,7 @@ class ChatRequest(BaseModel):
         if kind != "text":
             reason = "a format would change what the model samples"
             raise Refused.of(wrong_value("response_format.type", kind, reason, "ask for the format in the prompt."))
-        return Ask(
+        return TurnRequest(
             messages=history(self.messages),
             tools=self.tools or (),
             max_tokens=self.max_completion_tokens or self.max_tokens,
@@ -91,54 +72,54 @@ def stops(given: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def finish_reason(said: Said) -> str:
+def finish_reason(turn: SampledTurn) -> str:
     """Why the turn ended, in OpenAI's words."""
-    if said.sample.stop_reason is StopReason.LENGTH:
+    if turn.sample.stop_reason is StopReason.LENGTH:
         return "length"
-    return "tool_calls" if said.calls else "stop"
+    return "tool_calls" if turn.calls else "stop"
 
 
-def message_of(said: Said) -> dict[str, Any]:
+def message_of(turn: SampledTurn) -> dict[str, Any]:
     """The message of a turn."""
-    message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.calls else "")}
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    if said.calls:
-        message["tool_calls"] = said.calls
+    message: dict[str, Any] = {"role": "assistant", "content": turn.content or (None if turn.calls else "")}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        message["tool_calls"] = turn.calls
     return message
 
 
-def usage(said: Said) -> dict[str, int]:
+def usage(turn: SampledTurn) -> dict[str, int]:
     """Tokens of the request and of the turn."""
-    sampled = len(said.sample.tokens)
+    sampled = len(turn.sample.tokens)
     return {
-        "prompt_tokens": said.prompt_tokens,
+        "prompt_tokens": turn.prompt_tokens,
         "completion_tokens": sampled,
-        "total_tokens": said.prompt_tokens + sampled,
+        "total_tokens": turn.prompt_tokens + sampled,
     }
 
 
-def completion(request: ChatRequest, speaker: Speaker, said: Said) -> dict[str, Any]:
+def completion(request: ChatRequest, speaker: Speaker, turn: SampledTurn) -> dict[str, Any]:
     """The answer to a request that does not stream."""
-    choice = {"index": 0, "message": message_of(said), "finish_reason": finish_reason(said)}
-    choice["logprobs"] = logprobs(said.sample, speaker.decode) if request.logprobs else None
-    return {**_head(request, speaker, said, "chat.completion"), "choices": [choice], "usage": usage(said)}
+    choice = {"index": 0, "message": message_of(turn), "finish_reason": finish_reason(turn)}
+    choice["logprobs"] = logprobs(turn.sample, speaker.decode) if request.logprobs else None
+    return {**_head(request, speaker, turn, "chat.completion"), "choices": [choice], "usage": usage(turn)}
 
 
-def chunks(request: ChatRequest, speaker: Speaker, said: Said) -> Iterator[str]:
+def chunks(request: ChatRequest, speaker: Speaker, turn: SampledTurn) -> Iterator[str]:
     """The answer to a request that streams."""
-    head = _head(request, speaker, said, "chat.completion.chunk")
-    whole = message_of(said)
+    head = _head(request, speaker, turn, "chat.completion.chunk")
+    whole = message_of(turn)
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{name: whole[name]} for name in ("reasoning_content", "content") if whole.get(name)]
-    deltas += [{"tool_calls": [{"index": number, **call}]} for number, call in enumerate(said.calls)]
-    told = logprobs(said.sample, speaker.decode) if request.logprobs else None
+    deltas += [{"tool_calls": [{"index": number, **call}]} for number, call in enumerate(turn.calls)]
+    told = logprobs(turn.sample, speaker.decode) if request.logprobs else None
     for number, delta in enumerate(deltas):
         choice = {"index": 0, "delta": delta, "logprobs": told if number == len(deltas) - 1 else None}
         yield event({**head, "choices": [{**choice, "finish_reason": None}]})
-    yield event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": finish_reason(said)}]})
+    yield event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": finish_reason(turn)}]})
     if (request.stream_options or {}).get("include_usage"):
-        yield event({**head, "choices": [], "usage": usage(said)})
+        yield event({**head, "choices": [], "usage": usage(turn)})
     yield DONE
 
 
@@ -147,9 +128,9 @@ def error_event(refused: Refused) -> str:
     return event(openai_error(refused))
 
 
-def _head(request: ChatRequest, speaker: Speaker, said: Said, kind: str) -> dict[str, Any]:
+def _head(request: ChatRequest, speaker: Speaker, turn: SampledTurn, kind: str) -> dict[str, Any]:
     return {
-        "id": f"chatcmpl-{speaker.id}-{said.number}",
+        "id": f"chatcmpl-{speaker.id}-{turn.number}",
         "object": kind,
         "created": int(time.time()),
         "model": request.model or speaker.model,

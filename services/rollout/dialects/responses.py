@@ -1,7 +1,7 @@
 """OpenAI's responses: requests to what they ask of the policy, turns to answers."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -12,10 +12,12 @@ from services.rollout.dialects.chat_completions import calls_allowed, message_of
 from services.rollout.dialects.histories import history, text_of
 from services.rollout.dialects.refusals import Refused
 from services.rollout.dialects.streams import event
+from services.rollout.dialects.turns import SampledTurn, Speaker, TurnRequest
 from services.rollout.engine import StopReason
 from services.rollout.episode.chat import Message
-from services.rollout.sessions.policy import Ask, Said
-from services.rollout.sessions.session import Session
+
+Histories = MutableMapping[str, Sequence[Message]]
+"""The messages up to each response that a client may continue, by the response's id."""
 
 
 class ResponsesRequest(BaseModel):
@@ -31,31 +33,31 @@ class ResponsesRequest(BaseModel):
     text: dict[str, Any] | None = None
     stream: bool | None = None
 
-    def ask(self, session: Session) -> Ask:
+    def turn_request(self, histories: Histories) -> TurnRequest:
         """What the request asks of the policy. Raises Refused."""
         kind = ((self.text or {}).get("format") or {}).get("type", "text")
         if kind != "text":
             reason = "a format would change what the policy samples"
             raise Refused.of(wrong_value("text.format.type", kind, reason, "ask for the format in the prompt."))
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        return Ask(
-            messages=[*first, *self.said_before(session), *self.told()],
+        return TurnRequest(
+            messages=[*first, *self._continued(histories), *self._new_messages()],
             tools=[_tool(tool, f"tools.{number}") for number, tool in enumerate(self.tools or ())],
             max_tokens=self.max_output_tokens,
             calls=calls_allowed(self.tool_choice),
         )
 
-    def said_before(self, session: Session) -> Sequence[Message]:
+    def _continued(self, histories: Histories) -> Sequence[Message]:
         """The messages up to the response that the request continues. Raises Refused."""
         if self.previous_response_id is None:
             return ()
-        known = session.histories.get(self.previous_response_id)
+        known = histories.get(self.previous_response_id)
         if known is None:
             why, fix = "there is no such response in this session", "send the whole input."
             raise Refused.of(wrong_value("previous_response_id", self.previous_response_id, why, fix))
         return known
 
-    def told(self) -> list[Message]:
+    def _new_messages(self) -> list[Message]:
         """The messages of `input`. Raises Refused."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
@@ -104,13 +106,15 @@ def _merged(messages: list[Message]) -> list[Message]:
     return merged
 
 
-def response(request: ResponsesRequest, session: Session, ask: Ask, said: Said) -> dict[str, Any]:
-    """The answer to a request that does not stream. The session remembers its history."""
-    name = f"resp_{session.id}-{said.number}"
-    spoken = ask.messages[1:] if request.instructions else ask.messages
-    session.histories[name] = [*spoken, message_of(said)]
-    cut = said.sample.stop_reason is StopReason.LENGTH
-    sampled = len(said.sample.tokens)
+def response(
+    request: ResponsesRequest, speaker: Speaker, histories: Histories, asked: TurnRequest, turn: SampledTurn
+) -> dict[str, Any]:
+    """The answer to a request that does not stream. Adds its history to `histories`."""
+    name = f"resp_{speaker.id}-{turn.number}"
+    spoken = asked.messages[1:] if request.instructions else asked.messages
+    histories[name] = [*spoken, message_of(turn)]
+    cut = turn.sample.stop_reason is StopReason.LENGTH
+    sampled = len(turn.sample.tokens)
     return {
         "id": name,
         "object": "response",
@@ -120,20 +124,20 @@ def response(request: ResponsesRequest, session: Session, ask: Ask, said: Said) 
         "error": None,
         "instructions": request.instructions,
         "metadata": {},
-        "model": request.model or session.policy.model,
-        "output": _output(session, said),
+        "model": request.model or speaker.model,
+        "output": _output(speaker, turn),
         "parallel_tool_calls": True,
         "previous_response_id": request.previous_response_id,
-        "temperature": session.policy.sampling.temperature,
-        "top_p": session.policy.sampling.top_p,
+        "temperature": speaker.temperature,
+        "top_p": speaker.top_p,
         "tool_choice": request.tool_choice or "auto",
         "tools": request.tools or [],
         "usage": {
-            "input_tokens": said.prompt_tokens,
+            "input_tokens": turn.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},
             "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": said.prompt_tokens + sampled,
+            "total_tokens": turn.prompt_tokens + sampled,
         },
     }
 
@@ -144,25 +148,27 @@ def error_event(refused: Refused) -> str:
     return event({"type": "error", "code": kind.code, "message": str(refused), "param": refused.field}, "error")
 
 
-def _output(session: Session, said: Said) -> list[dict[str, Any]]:
-    name, items = f"{session.id}-{said.number}", list[dict[str, Any]]()
-    if said.reasoning:
-        thought = [{"type": "reasoning_text", "text": said.reasoning}]
+def _output(speaker: Speaker, turn: SampledTurn) -> list[dict[str, Any]]:
+    name, items = f"{speaker.id}-{turn.number}", list[dict[str, Any]]()
+    if turn.reasoning:
+        thought = [{"type": "reasoning_text", "text": turn.reasoning}]
         items.append({"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": thought})
-    if said.content or not said.calls:
-        text = {"type": "output_text", "text": said.content, "annotations": []}
+    if turn.content or not turn.calls:
+        text = {"type": "output_text", "text": turn.content, "annotations": []}
         items.append(
             {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": "completed", "content": [text]}
         )
-    for number, call in enumerate(said.calls):
+    for number, call in enumerate(turn.calls):
         known = {"type": "function_call", "id": f"fc_{name}-{number}", "call_id": call["id"], "status": "completed"}
         items.append({**known, **call["function"]})
     return items
 
 
-def events(request: ResponsesRequest, session: Session, ask: Ask, said: Said) -> Iterator[str]:
+def events(
+    request: ResponsesRequest, speaker: Speaker, histories: Histories, asked: TurnRequest, turn: SampledTurn
+) -> Iterator[str]:
     """The answer to a request that streams."""
-    for number, (kind, fields) in enumerate(_kinds(response(request, session, ask, said))):
+    for number, (kind, fields) in enumerate(_kinds(response(request, speaker, histories, asked, turn))):
         yield event({"type": kind, "sequence_number": number, **fields}, kind)
 
 

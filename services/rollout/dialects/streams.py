@@ -12,13 +12,13 @@ from starlette.responses import Response, StreamingResponse
 
 from services.rollout.dialects.refusals import Refused
 from services.rollout.dialects.requests import gone
-from services.rollout.sessions.policy import Said
+from services.rollout.dialects.turns import SampledTurn
 
 STATUS_S = 1.0
 """A request that is refused within this time gets a status; one that is refused later, an event."""
 PING_S = 5.0
 """Time between two comments."""
-Events = Callable[[Said], Iterable[str]]
+Events = Callable[[SampledTurn], Iterable[str]]
 
 
 def event(data: Mapping[str, Any], name: str = "") -> str:
@@ -27,7 +27,7 @@ def event(data: Mapping[str, Any], name: str = "") -> str:
 
 
 async def streamed(
-    request: Request, work: Coroutine[Any, Any, Said], events: Events, refused: Callable[[Refused], str]
+    request: Request, work: Coroutine[Any, Any, SampledTurn], events: Events, refused: Callable[[Refused], str]
 ) -> Response:
     """The turn of `work` as `events`. It is cancelled when the sender of the request goes away. Raises Refused and
     ClientDisconnect where they come before the stream has begun."""
@@ -47,7 +47,7 @@ async def streamed(
 
 
 async def _told(
-    sampling: asyncio.Task[Said], away: asyncio.Task[None], events: Events, refused: Callable[[Refused], str]
+    sampling: asyncio.Task[SampledTurn], away: asyncio.Task[None], events: Events, refused: Callable[[Refused], str]
 ) -> AsyncIterator[str]:
     both = {sampling, away}
     try:

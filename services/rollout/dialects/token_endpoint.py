@@ -6,9 +6,8 @@ from pydantic import BaseModel, Field
 
 from millrace.validation import limits
 from services.rollout.dialects.chat_completions import stops
+from services.rollout.dialects.turns import SampledTurn, Speaker, TurnRequest
 from services.rollout.engine import StopReason
-from services.rollout.sessions.policy import Ask, Said
-from services.rollout.sessions.session import Session
 
 
 class SamplingParams(BaseModel):
@@ -30,14 +29,14 @@ class GenerateRequest(BaseModel):
     cache_salt: str | None = Field(None, max_length=1024)
     priority: int = 0
 
-    def ask(self) -> Ask:
+    def turn_request(self) -> TurnRequest:
         """The limits of the turn. Raises Refused."""
-        return Ask(max_tokens=self.sampling_params.max_tokens, stop=stops(self.sampling_params.stop))
+        return TurnRequest(max_tokens=self.sampling_params.max_tokens, stop=stops(self.sampling_params.stop))
 
 
-def generated(request: GenerateRequest, session: Session, said: Said) -> dict[str, Any]:
+def generated(request: GenerateRequest, speaker: Speaker, turn: SampledTurn) -> dict[str, Any]:
     """The answer: the very tokens that are trained, each with its log-probability (nats) and the weight versions."""
-    sample = said.sample
+    sample = turn.sample
     values = zip(sample.tokens.tolist(), sample.logprobs.tolist(), strict=True)
     content = [{"token": f"token_id:{token}", "token_id": token, "logprob": value} for token, value in values]
     choice = {
@@ -48,7 +47,7 @@ def generated(request: GenerateRequest, session: Session, said: Said) -> dict[st
         "weight_versions": [{"version": str(s.version), "start": s.start, "end": s.end} for s in sample.versions],
     }
     return {
-        "request_id": request.request_id or f"generate-{session.id}-{said.number}",
-        "turn": said.number,
+        "request_id": request.request_id or f"generate-{speaker.id}-{turn.number}",
+        "turn": turn.number,
         "choices": [choice],
     }

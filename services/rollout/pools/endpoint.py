@@ -21,14 +21,14 @@ from starlette.routing import Route
 from millrace.errors import MillraceError, wrong_value
 from millrace.validation import limits
 from services.rollout.dialects import chat_completions
-from services.rollout.dialects.chat_completions import ChatRequest, Speaker
+from services.rollout.dialects.chat_completions import ChatRequest
 from services.rollout.dialects.refusals import Refusals, Refused
 from services.rollout.dialects.requests import Answer, answered_or_refused, body_of, check_token, while_connected
 from services.rollout.dialects.streams import streamed
+from services.rollout.dialects.turns import SampledTurn, Speaker
 from services.rollout.engine import Sampling
 from services.rollout.pools.conversation import Conversation
 from services.rollout.pools.replica import PoolReplica
-from services.rollout.sessions.policy import Said
 
 
 class ReplyRequest(ChatRequest):
@@ -42,17 +42,17 @@ class ReplyRequest(ChatRequest):
 
     def conversation(self) -> Conversation:
         """The messages, and how the model is to reply. Raises Refused."""
-        ask = self.ask()
-        if ask.tools:
+        asked = self.turn_request()
+        if asked.tools:
             raise Refused.of(wrong_value("tools", "given", "replies call no tools here", "leave them out."))
         sampling = Sampling(
-            max_response_tokens=ask.max_tokens or limits.MOST_TOKENS,
+            max_response_tokens=asked.max_tokens or limits.MOST_TOKENS,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(0, self.top_k or 0),
-            stop=ask.stop,
+            stop=asked.stop,
         )
-        return Conversation(ask.messages, sampling, self.chat_template_kwargs or {})
+        return Conversation(asked.messages, sampling, self.chat_template_kwargs or {})
 
 
 def application(replica: PoolReplica, secret: str) -> Starlette:
@@ -97,10 +97,10 @@ class PoolEndpoint:
         if body.stream:
             events = partial(chat_completions.chunks, body, speaker)
             return await streamed(request, saying, events, chat_completions.error_event)
-        said = await while_connected(request, saying)
-        return JSONResponse(chat_completions.completion(body, speaker, said))
+        turn = await while_connected(request, saying)
+        return JSONResponse(chat_completions.completion(body, speaker, turn))
 
-    async def _said(self, conversation: Conversation) -> Said:
+    async def _said(self, conversation: Conversation) -> SampledTurn:
         """Raises Refused."""
         try:
             return await self._replica.reply(conversation)

@@ -31,11 +31,11 @@ from millrace.wire.arrays import TokenScores
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.membership import Membership
 from services.rollout.dialects.refusals import Refusals, Refused
+from services.rollout.dialects.turns import SampledTurn
 from services.rollout.engine import EngineDied
 from services.rollout.engines import create_replying, create_scoring, import_errors
 from services.rollout.pool_engine import PoolEngine, PoolModel, ReplyEngine, ScoringEngine, TokenSequence
 from services.rollout.pools.conversation import REFUSALS, Conversation, prompt_of, tokens_of
-from services.rollout.sessions.policy import Said
 from services.rollout.work.job import import_transformers
 
 log = structlog.get_logger(__name__)
@@ -168,7 +168,7 @@ class PoolReplica:
             what = f"the model of the pool {self.pool} gives {self._model.task}, not {PoolTask.REPLIES}."
             raise Refused(Refusals.UNKNOWN, what, "ask a pool that a judge of the job names.")
 
-    async def reply(self, conversation: Conversation) -> Said:
+    async def reply(self, conversation: Conversation) -> SampledTurn:
         """The model's reply. Raises Refused, InvalidState, EngineDied."""
         self.check_replies()
         assert self._engine is not None and self._model is not None
@@ -183,7 +183,7 @@ class PoolReplica:
                 what = f"the reply took longer than the {limit_s:g} s that the pool {self.pool} gives a request."
                 raise Refused(Refusals.UNAVAILABLE, what, "ask for a shorter one, or another replica.") from error
 
-    async def _reply(self, conversation: Conversation, engine: ReplyEngine) -> Said:
+    async def _reply(self, conversation: Conversation, engine: ReplyEngine) -> SampledTurn:
         prompt = await asyncio.to_thread(self._prompt, conversation)
         sampling, room = conversation.sampling, (engine.context or limits.MOST_TOKENS) - len(prompt)
         if room <= 0:
@@ -194,7 +194,7 @@ class PoolReplica:
         sample = await engine.reply(prompt, replace(sampling, max_response_tokens=most))
         self.tokens += len(prompt) + len(sample.tokens)
         message = {"role": "assistant", "content": sample.text}
-        return Said(next(self._replies), message, sample, len(prompt), time.perf_counter() - began)
+        return SampledTurn(next(self._replies), message, sample, len(prompt), time.perf_counter() - began)
 
     def _prompt(self, conversation: Conversation) -> list[int]:
         """The tokens of a conversation. Raises Refused."""

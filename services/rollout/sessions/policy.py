@@ -12,8 +12,8 @@ from millrace.errors import InvalidJob, wrong_value
 from millrace.spec import JobSpec
 from millrace.spec.environment import Agent, Environment
 from services.rollout.dialects.refusals import Refusals, Refused
-from services.rollout.engine import Engine, Sample, Sampling
-from services.rollout.episode.chat import Chat, Message
+from services.rollout.engine import Engine, Sampling
+from services.rollout.episode.chat import Chat
 from services.rollout.episode.slots import EpisodeSlot
 from services.rollout.sessions.strands import Strand
 
@@ -27,52 +27,6 @@ LARGE = 256 << 10
 """Characters and tokens from which the work on a request is large."""
 MOST_LARGE = 2
 """Requests of a job on which large work is done at the same time."""
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What one request asks of the policy."""
-
-    messages: Sequence[Message] = ()
-    """The whole history, the content of each message as text."""
-    tools: Sequence[Mapping[str, Any]] = ()
-    """The tools that the agent offers, in the form in which OpenAI describes functions."""
-    max_tokens: int | None = None
-    """Longest turn; None: as long as there is room."""
-    stop: tuple[str, ...] = ()
-    """Strings that end the turn, besides those of the job."""
-    calls: bool = True
-    """Whether calls of tools are told as such, or as text."""
-
-
-@dataclass(frozen=True)
-class Said:
-    """A turn that was sampled for a request."""
-
-    number: int
-    """The number of the turn in its session, from 0."""
-    message: Message
-    """The turn in the form in which the client gets it."""
-    sample: Sample
-    prompt_tokens: int
-    engine_s: float
-    """Seconds that the engine took for it."""
-
-    @property
-    def calls(self) -> list[dict[str, Any]]:
-        """Calls of tools that can be read."""
-        return [call for call in self.message.get("tool_calls", ()) if "function" in call]
-
-    @property
-    def content(self) -> str:
-        """The text, with the calls that cannot be read."""
-        unread = [call["raw"] for call in self.message.get("tool_calls", ()) if "function" not in call]
-        return "".join([self.message.get("content") or "", *unread])
-
-    @property
-    def reasoning(self) -> str:
-        """What the policy thought before the text."""
-        return str(self.message.get("reasoning_content") or "")
 
 
 class Chats:

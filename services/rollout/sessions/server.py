@@ -23,7 +23,7 @@ from millrace.validation import limits
 from millrace.wire.channel import token
 from services.rollout.dialects import anthropic_messages, chat_completions, responses, token_endpoint
 from services.rollout.dialects.anthropic_messages import MessagesRequest
-from services.rollout.dialects.chat_completions import ChatRequest, Speaker
+from services.rollout.dialects.chat_completions import ChatRequest
 from services.rollout.dialects.refusals import Refusals, Refused, anthropic_error
 from services.rollout.dialects.requests import (
     Answer,
@@ -36,11 +36,11 @@ from services.rollout.dialects.requests import (
 from services.rollout.dialects.responses import ResponsesRequest
 from services.rollout.dialects.streams import Events, event, streamed
 from services.rollout.dialects.token_endpoint import GenerateRequest
+from services.rollout.dialects.turns import SampledTurn
 from services.rollout.endpoint import HttpEndpoint
 from services.rollout.sessions.episodes import row_of
 from services.rollout.sessions.metrics import Api
 from services.rollout.sessions.open_sessions import OpenSessions
-from services.rollout.sessions.policy import Said
 from services.rollout.sessions.session import Session
 
 log = structlog.get_logger(__name__)
@@ -161,65 +161,73 @@ class Desk:
     async def chat_completions(self, request: Request) -> Response:
         """A turn, for OpenAI's chat completions."""
         session, body = await self._asked(request, ChatRequest)
-        saying = session.say(body.ask())
+        saying = session.say(body.turn_request())
         if body.stream:
-            events = partial(chat_completions.chunks, body, Speaker.of(session))
+            events = partial(chat_completions.chunks, body, session.speaker)
             return await self._stream(Api.CHAT_COMPLETIONS, request, saying, events, chat_completions.error_event)
-        answer = partial(chat_completions.completion, body, Speaker.of(session))
+        answer = partial(chat_completions.completion, body, session.speaker)
         return await self._turn(Api.CHAT_COMPLETIONS, request, saying, answer)
 
     async def responses(self, request: Request) -> Response:
         """A turn, for OpenAI's responses."""
         session, body = await self._asked(request, ResponsesRequest)
-        ask = body.ask(session)
+        asked = body.turn_request(session.histories)
         if body.stream:
-            events = partial(responses.events, body, session, ask)
-            return await self._stream(Api.RESPONSES, request, session.say(ask), events, responses.error_event)
-        answer = partial(responses.response, body, session, ask)
-        return await self._turn(Api.RESPONSES, request, session.say(ask), answer)
+            events = partial(responses.events, body, session.speaker, session.histories, asked)
+            return await self._stream(Api.RESPONSES, request, session.say(asked), events, responses.error_event)
+        answer = partial(responses.response, body, session.speaker, session.histories, asked)
+        return await self._turn(Api.RESPONSES, request, session.say(asked), answer)
 
     async def messages(self, request: Request) -> Response:
         """A turn, for Anthropic's messages."""
         session, body = await self._asked(request, MessagesRequest)
-        saying = session.say(body.ask())
+        saying = session.say(body.turn_request())
         if body.stream:
-            events = partial(anthropic_messages.events, body, session)
+            events = partial(anthropic_messages.events, body, session.speaker)
             return await self._stream(Api.MESSAGES, request, saying, events, anthropic_event)
-        return await self._turn(Api.MESSAGES, request, saying, partial(anthropic_messages.message, body, session))
+        return await self._turn(
+            Api.MESSAGES, request, saying, partial(anthropic_messages.message, body, session.speaker)
+        )
 
     async def count(self, request: Request) -> Response:
         """The tokens of a request to Anthropic's messages."""
         session, body = await self._asked(request, MessagesRequest)
-        return JSONResponse({"input_tokens": await session.count(body.ask())})
+        return JSONResponse({"input_tokens": await session.count(body.turn_request())})
 
     async def generate(self, request: Request) -> Response:
         """A turn, for clients that make the tokens themselves."""
         session, body = await self._asked(request, GenerateRequest)
-        following = session.follow(body.token_ids, body.ask())
-        return await self._turn(Api.GENERATE, request, following, partial(token_endpoint.generated, body, session))
+        following = session.follow(body.token_ids, body.turn_request())
+        return await self._turn(
+            Api.GENERATE, request, following, partial(token_endpoint.generated, body, session.speaker)
+        )
 
     async def _turn(
-        self, api: Api, request: Request, saying: Coroutine[Any, Any, Said], answer: Callable[[Said], dict[str, Any]]
+        self,
+        api: Api,
+        request: Request,
+        saying: Coroutine[Any, Any, SampledTurn],
+        answer: Callable[[SampledTurn], dict[str, Any]],
     ) -> Response:
         """The turn of `saying` as one answer."""
-        said = await while_connected(request, saying)
-        response = JSONResponse(answer(said))
-        self._metrics.turn(api, request.state.arrived, said.engine_s)
+        turn = await while_connected(request, saying)
+        response = JSONResponse(answer(turn))
+        self._metrics.turn(api, request.state.arrived, turn.engine_s)
         return response
 
     async def _stream(
         self,
         api: Api,
         request: Request,
-        saying: Coroutine[Any, Any, Said],
+        saying: Coroutine[Any, Any, SampledTurn],
         events: Events,
         refused: Callable[[Refused], str],
     ) -> Response:
         """The turn of `saying` as a stream."""
 
-        def counted(said: Said) -> Iterable[str]:
-            told = events(said)
-            self._metrics.turn(api, request.state.arrived, said.engine_s)
+        def counted(turn: SampledTurn) -> Iterable[str]:
+            told = events(turn)
+            self._metrics.turn(api, request.state.arrived, turn.engine_s)
             return told
 
         return await streamed(request, saying, counted, refused)

@@ -12,13 +12,14 @@ from millrace.contracts.v1 import common_pb2
 from millrace.errors import BadRow, MillraceError, wrong_value
 from millrace.telemetry.spans.context import current, within
 from services.rollout.dialects.refusals import Refusals, Refused
+from services.rollout.dialects.turns import SampledTurn, Speaker, TurnRequest
 from services.rollout.engine import Sample, Sampling, StopReason
 from services.rollout.episode.chat import Message
 from services.rollout.episode.conversation import Conversation
 from services.rollout.episode.episode import Episode, Trajectory
 from services.rollout.episode.sampled import sampled
 from services.rollout.scoring.pool import Scored
-from services.rollout.sessions.policy import ESCAPED, LARGE, Ask, Policy, Said
+from services.rollout.sessions.policy import ESCAPED, LARGE, Policy
 from services.rollout.sessions.strands import Strand, TokenStrand
 from services.rollout.work.job import Prompt
 
@@ -64,7 +65,7 @@ class Session:
         """Why it cannot go on."""
         self.deadline = 0.0
         """The time of the event loop's clock at which it ends; 0.0 until somebody plays the episode."""
-        self.histories: dict[str, list[Message]] = {}
+        self.histories: dict[str, Sequence[Message]] = {}
         """The messages up to each response that a client may continue, by the response's id."""
         self._account = common_pb2.EpisodeAccount(end=common_pb2.EPISODE_END_DONE, reruns=reruns)
         self._conversations: list[_Held[Conversation]] = []
@@ -84,6 +85,13 @@ class Session:
         return self._turns
 
     @property
+    def speaker(self) -> Speaker:
+        """The policy, as answers name it."""
+        policy = self.policy
+        decode, sampling = policy.chats.without_tools.decode, policy.sampling
+        return Speaker(self.id, policy.model, decode, sampling.temperature, sampling.top_p)
+
+    @property
     def at_limit(self) -> bool:
         """Whether there is no room for another turn, or none is allowed."""
         return bool(self._account.end != common_pb2.EPISODE_END_DONE)
@@ -93,37 +101,37 @@ class Session:
         """Seconds until the deadline."""
         return max(0.0, self.deadline - asyncio.get_running_loop().time())
 
-    async def say(self, ask: Ask) -> Said:
-        """Samples the turn that follows the messages of `ask`."""
+    async def say(self, asked: TurnRequest) -> SampledTurn:
+        """Samples the turn that follows the messages of `asked`."""
         with self._asked():
-            self._check_text(ask)
-            held = await self._conversation(ask)
+            self._check_text(asked)
+            held = await self._conversation(asked)
             conversation = held.strand
             with _in_use(held, self._conversations):
                 prompt_tokens = len(conversation.prompt)
-                sample, engine_s = await self._sample(conversation, ask)
+                sample, engine_s = await self._sample(conversation, asked)
                 number = self._numbered(held, sample)
                 size = prompt_tokens + len(sample.tokens)
-                message = await computed(lambda: conversation.add(sample, calls=ask.calls), size)
+                message = await computed(lambda: conversation.add(sample, calls=asked.calls), size)
                 held.called_at = time.monotonic() if message.get("tool_calls") else 0.0
-                return Said(number, message, sample, prompt_tokens, engine_s)
+                return SampledTurn(number, message, sample, prompt_tokens, engine_s)
 
-    async def follow(self, tokens: Sequence[int], ask: Ask) -> Said:
-        """Samples the turn that follows `tokens`; of `ask` only the limits count."""
+    async def follow(self, tokens: Sequence[int], asked: TurnRequest) -> SampledTurn:
+        """Samples the turn that follows `tokens`; of `asked` only the limits count."""
         self._check_open()
         held = self._sequence(tokens)
         with self._asked(), _in_use(held, self._sequences):
-            sample, engine_s = await self._sample(held.strand, ask)
+            sample, engine_s = await self._sample(held.strand, asked)
             held.strand.add(sample)
-            return Said(self._numbered(held, sample), {}, sample, len(tokens), engine_s)
+            return SampledTurn(self._numbered(held, sample), {}, sample, len(tokens), engine_s)
 
-    async def count(self, ask: Ask) -> int:
-        """Number of tokens of the prompt for `ask`, where nothing was said before."""
+    async def count(self, asked: TurnRequest) -> int:
+        """Number of tokens of the prompt of `asked`, as the first request of a conversation."""
         self._check_open()
         with self._asked():
-            size = self._check_text(ask)
-            chat, _ = self.policy.chats.of(ask.tools)
-            return len(await self._rendered(lambda: chat.render(ask.messages), size))
+            size = self._check_text(asked)
+            chat, _ = self.policy.chats.of(asked.tools)
+            return len(await self._rendered(lambda: chat.render(asked.messages), size))
 
     def reward(self, value: float, turn: int | None = None) -> None:
         """Adds to the reward of a turn, or of the whole episode. Raises Refused."""
@@ -169,18 +177,18 @@ class Session:
 
     # Finding what a request continues.
 
-    async def _conversation(self, ask: Ask) -> _Held[Conversation]:
+    async def _conversation(self, asked: TurnRequest) -> _Held[Conversation]:
         """The conversation that a request continues, busy. Its tokens end where the turn begins."""
         self._check_open()
-        chat, key = self.policy.chats.of(ask.tools)
+        chat, key = self.policy.chats.of(asked.tools)
         for held in _idle(self._conversations):
-            if held.tools == key and (new := held.strand.added_by(ask.messages)) is not None:
+            if held.tools == key and (new := held.strand.added_by(asked.messages)) is not None:
                 held.busy = True
                 await self._told(held, new)
                 return held
-        conversation = self._again(ask.messages, key)
+        conversation = self._again(asked.messages, key)
         if conversation is None:
-            conversation = await self._rendered(lambda: Conversation(chat, ask.messages), _text_bytes(ask))
+            conversation = await self._rendered(lambda: Conversation(chat, asked.messages), _text_bytes(asked))
         held = _Held(conversation, key)
         self._conversations.append(held)
         return held
@@ -202,7 +210,7 @@ class Session:
         if not new:
             return
         try:
-            size = len(held.strand.prompt) + _text_bytes(Ask(new))
+            size = len(held.strand.prompt) + _text_bytes(TurnRequest(new))
             await self._rendered(lambda: held.strand.tell(new), size)
         except BaseException:
             held.busy = False
@@ -219,7 +227,7 @@ class Session:
 
     # Sampling.
 
-    async def _sample(self, strand: Strand, ask: Ask) -> tuple[Sample, float]:
+    async def _sample(self, strand: Strand, asked: TurnRequest) -> tuple[Sample, float]:
         """The next turn of a strand, and the seconds that the engine took for it. Raises Refused."""
         room = self.policy.room(strand)
         if room <= 0:
@@ -232,8 +240,8 @@ class Session:
             self._account.end = common_pb2.EPISODE_END_TURNS
             what = f"the session has had its {self.policy.max_turns} turns (rollout.agent.max_turns)."
             raise Refused(Refusals.ENDED, what, "end the session.")
-        most = min(room, ask.max_tokens or room)
-        sample, engine_s = await self._generated(strand.prompt, self.policy.asked(most, ask.stop))
+        most = min(room, asked.max_tokens or room)
+        sample, engine_s = await self._generated(strand.prompt, self.policy.asked(most, asked.stop))
         cut = most == room and sample.stop_reason is StopReason.LENGTH and not self.policy.cut_by_turn(room)
         self._account.end = common_pb2.EPISODE_END_TOKENS if cut else common_pb2.EPISODE_END_DONE
         return sample, engine_s
@@ -291,10 +299,10 @@ class Session:
         finally:
             self._requests -= 1
 
-    def _check_text(self, ask: Ask) -> int:
+    def _check_text(self, asked: TurnRequest) -> int:
         """Bytes of the text. Raises Refused for more than the tokens of a trajectory can stand for, before anything is
         made of it."""
-        size = _text_bytes(ask)
+        size = _text_bytes(asked)
         if size > (most := self.policy.largest_text(self._sampled)):
             self._account.end = common_pb2.EPISODE_END_TOKENS
             what = f"the request has {size} bytes of text, and a trajectory at most {self.policy.longest} tokens, for "
@@ -333,9 +341,9 @@ def _in_use(held: _Held[S], strands: list[_Held[S]]) -> Iterator[None]:
             strands.remove(held)
 
 
-def _text_bytes(ask: Ask) -> int:
+def _text_bytes(asked: TurnRequest) -> int:
     """Bytes of the text in a request."""
-    size, left = 0, list[Any]([ask.messages, ask.tools])
+    size, left = 0, list[Any]([asked.messages, asked.tools])
     while left:
         each = left.pop()
         if isinstance(each, str):
