@@ -33,12 +33,12 @@ from millrace.spec import parse
 from millrace.telemetry import logs
 from services.rollout.engine import Sample, Sampling, StopReason, VersionSpan
 from services.rollout.episode.chat import Chat
+from services.rollout.episode.episode import Prompt
 from services.rollout.episode.slots import Slots
 from services.rollout.sessions.episodes import AgentEpisodes
 from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.sessions.policy import Chats
 from services.rollout.sessions.server import SessionServer, application
-from services.rollout.work.job import Prompt
 
 ENGINE_SECONDS: ContextVar[list[float] | None] = ContextVar("engine_seconds", default=None)
 """The list of the running request, to which the engine adds its own seconds."""

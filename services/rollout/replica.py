@@ -26,7 +26,7 @@ from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.enums import missing_messages
 from millrace.wire.membership import Membership
 from services.rollout.engine import Engine, EngineDied, Load
-from services.rollout.engines import create, import_errors
+from services.rollout.engines import create, import_errors, import_transformers
 from services.rollout.environments.runner import EnvironmentEpisodes
 from services.rollout.judges.scorer import JudgeScorer
 from services.rollout.metrics import ReplicaMetrics
@@ -36,7 +36,7 @@ from services.rollout.sessions.hosted import HostedEpisodes
 from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.weights.receiver import PublicationReceiver
 from services.rollout.work.groups import GroupGenerator
-from services.rollout.work.job import Job, import_transformers
+from services.rollout.work.job import Job
 from services.rollout.work.leases import Leases
 
 log = structlog.get_logger(__name__)
@@ -189,11 +189,12 @@ class Replica:
 
     def _episodes(self, job: Job) -> EnvironmentEpisodes | HostedEpisodes | AgentEpisodes | None:
         """What runs the episodes of a job; None where an episode is one answer."""
+        if job.chat is None:
+            return None
         if job.environments is not None:
-            return EnvironmentEpisodes.of_job(job)
-        if job.spec.rollout.environment is not None:
-            return HostedEpisodes.of_job(job, self.sessions)
-        return None if job.spec.rollout.agent is None else AgentEpisodes.of_job(job, self.sessions)
+            return EnvironmentEpisodes(job.environments, job.chat, job.spec)
+        hosted = job.spec.rollout.environment is not None
+        return (HostedEpisodes if hosted else AgentEpisodes).of_job(job.spec, job.chat, self.sessions)
 
     def receiver(self, job_id: str) -> PublicationReceiver:
         """Raises InvalidState where the replica is not configured for that job."""

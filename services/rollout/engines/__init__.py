@@ -37,6 +37,11 @@ def import_errors(name: str) -> Iterator[None]:
         raise InvalidState(what, f"install it again: {software.how_to_install(reinstall=True)}.") from error
 
 
+def import_transformers() -> None:
+    """Imports transformers before threads do: its lazy modules fail when two threads load them at the same time."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+
 def create_scoring(name: str) -> ScoringEngine:
     """An engine that scores for a pool, and is not started yet. Raises NotFound for one that cannot."""
     engine: ScoringEngine = _of_pool(name, "score", lambda descriptor: descriptor.scoring)

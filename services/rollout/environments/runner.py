@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 from millrace.contracts.v1 import common_pb2
 from millrace.contracts.v1.common_pb2 import EpisodeAccount
@@ -19,12 +19,9 @@ from services.rollout.engine import Engine, Sampling
 from services.rollout.environments.environment import Called, EnvironmentFailed, Environments, ProcessLost, Session
 from services.rollout.episode.chat import Chat, Message
 from services.rollout.episode.conversation import Conversation
-from services.rollout.episode.episode import Episode
-from services.rollout.episode.sampled import sampled
+from services.rollout.episode.episode import Episode, EpisodeFailed, Prompt
 from services.rollout.episode.slots import EpisodeSlot
-from services.rollout.scoring.pool import Scored
-from services.rollout.work.groups import EpisodeFailed
-from services.rollout.work.job import Job, Prompt
+from services.rollout.scoring.scored import Scored
 
 ATTEMPTS = 2
 """Runs of an episode whose environment fails, before its group is dropped."""
@@ -39,12 +36,6 @@ class EnvironmentEpisodes:
     environments: Environments
     chat: Chat
     spec: JobSpec
-
-    @classmethod
-    def of_job(cls, job: Job) -> Self:
-        """The episodes of a job that has an environment."""
-        assert job.environments is not None and job.chat is not None
-        return cls(job.environments, job.chat, job.spec)
 
     @property
     def environment(self) -> Environment:
@@ -104,11 +95,8 @@ class _Run:
     rewarded: bool = False
 
     async def run(self, prompt: Prompt) -> Episode:
-        row = prompt.row
-        told = {"index": row.index, "data_source": row.data_source, "prompt": row.prompt}
         with span(SpanKind.ENVIRONMENT, detail="reset"):
-            given = {**told, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
-            messages = await self.session.reset(given)
+            messages = await self.session.reset(prompt.row_fields())
         conversation = await asyncio.to_thread(Conversation, self.episodes.chat, messages)
         data = self.episodes.spec.data
         if (length := len(conversation.prompt)) > data.max_prompt_tokens:
@@ -125,7 +113,7 @@ class _Run:
         room = min(self._room(conversation), self.episodes.environment.max_turn_tokens or limits.MOST_TOKENS)
         asked = replace(self.sampling, max_response_tokens=room)
         with self.slot.taken():
-            sample = await sampled(self.engine, conversation.prompt, asked, self.slot.sampled)
+            sample = await self.slot.sample(self.engine, conversation.prompt, asked)
         self.turns += 1
         message = await asyncio.to_thread(conversation.add, sample)
         if calls := message.get("tool_calls"):

@@ -13,11 +13,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.contracts.v1 import common_pb2
+from millrace.data.chat import Rendered
+from millrace.data.row import PromptRow
+from millrace.drops import Drop
 from millrace.wire.arrays import pack_experts, pack_logprobs, pack_tokens
 from services.rollout.engine import Sample
-from services.rollout.scoring.pool import Scored
+from services.rollout.scoring.scored import Scored
 
 NO_TOKENS = np.zeros(0, np.int32)
+
+
+class EpisodeFailed(Exception):
+    """An episode cannot be run, so that its group is dropped; `drop` says why."""
+
+    def __init__(self, drop: Drop) -> None:
+        super().__init__(str(drop))
+        self.drop = drop
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The prompt of a lease, ready for the engine."""
+
+    row: PromptRow
+    rendered: Rendered
+    text: str
+    """The prompt as the model sees it, with special tokens."""
+
+    def row_fields(self) -> dict[str, Any]:
+        """The row as environments and agents get it."""
+        row = self.row
+        fields = {"index": row.index, "data_source": row.data_source, "prompt": row.prompt}
+        return {**fields, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
 
 
 @dataclass(frozen=True)

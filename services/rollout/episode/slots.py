@@ -1,10 +1,17 @@
 """Slots of the engine: an episode has one while it generates, and none while it waits for its environment."""
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from services.rollout.engine import Sample
+from millrace.telemetry.spans.context import current
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import RECORDER
+from services.rollout.engine import Engine, Sample, Sampling
+
+LEAST_WAIT_S = 0.001
+"""A shorter wait for a slot is no span."""
 
 
 def _nothing() -> None:
@@ -66,6 +73,18 @@ class EpisodeSlot:
             yield
         finally:
             self._slots._change(-1)
+
+    async def sample(self, engine: Engine, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+        """One sample of the engine for this episode. Records the wait for a slot and the generation as spans."""
+        began_s, context = time.time(), current()
+        sample = await engine.generate(prompt_tokens, sampling)
+        slot_s = began_s + sample.waited_s
+        if sample.waited_s > LEAST_WAIT_S:
+            RECORDER.past(SpanKind.ENGINE_QUEUE, context, began_s, slot_s)
+        tokens = float(len(sample.tokens))
+        RECORDER.past(SpanKind.GENERATE, context, slot_s, time.time(), figures={"tokens": tokens})
+        self.sampled(sample)
+        return sample
 
     def sampled(self, sample: Sample) -> None:
         """The engine has ended a sample of the episode."""

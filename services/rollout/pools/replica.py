@@ -33,10 +33,9 @@ from millrace.wire.membership import Membership
 from services.rollout.dialects.refusals import Refusals, Refused
 from services.rollout.dialects.turns import SampledTurn
 from services.rollout.engine import EngineDied
-from services.rollout.engines import create_replying, create_scoring, import_errors
+from services.rollout.engines import create_replying, create_scoring, import_errors, import_transformers
 from services.rollout.pool_engine import PoolEngine, PoolModel, ReplyEngine, ScoringEngine, TokenSequence
 from services.rollout.pools.conversation import REFUSALS, Conversation, prompt_of, tokens_of
-from services.rollout.work.job import import_transformers
 
 log = structlog.get_logger(__name__)
 State = rollout_pb2.EngineState

@@ -16,8 +16,6 @@ from services.rollout.scoring.scored import Scored, summed
 from services.rollout.user_process.pool import START_TIMEOUT_S, ProcessPool
 from services.rollout.user_process.process import ScoringProcess, Setup, WorkerDied, absolute
 
-__all__ = ["Scored", "ScoringPool"]
-
 Found = TypeVar("Found")
 
 

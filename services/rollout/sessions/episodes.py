@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from millrace.drops import Drop, DropReason
 from millrace.errors import refused
@@ -13,14 +13,13 @@ from millrace.spec.environment import Agent
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from services.rollout.engine import Engine, Sampling
-from services.rollout.episode.episode import Episode
+from services.rollout.episode.chat import Chat
+from services.rollout.episode.episode import Episode, EpisodeFailed, Prompt
 from services.rollout.episode.slots import EpisodeSlot
 from services.rollout.sessions.commands.run import Ended, run
 from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.sessions.policy import Chats, Policy
 from services.rollout.sessions.session import AgentFailed, Session
-from services.rollout.work.groups import EpisodeFailed
-from services.rollout.work.job import Job, Prompt
 
 UNSANDBOXED = "MILLRACE_UNSANDBOXED_AGENTS"
 """Environment variable by which the operator of a replica allows commands outside of a sandbox: 1."""
@@ -28,13 +27,6 @@ ATTEMPTS = 2
 """Runs of an episode whose agent fails, before its group is dropped."""
 LONGEST_REASON = 300
 """Characters of a command's last line that a failure tells."""
-
-
-def row_of(prompt: Prompt) -> dict[str, Any]:
-    """The row of a prompt, as agents get it."""
-    row = prompt.row
-    told = {"index": row.index, "data_source": row.data_source, "prompt": row.prompt}
-    return {**told, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
 
 
 def check_allowed(agent: Agent | None, environment: Mapping[str, str]) -> None:
@@ -55,10 +47,10 @@ class AgentEpisodes:
     """Commands that may be started."""
 
     @classmethod
-    def of_job(cls, job: Job, sessions: OpenSessions) -> Self:
+    def of_job(cls, spec: JobSpec, chat: Chat, sessions: OpenSessions) -> Self:
         """The episodes of a job that has an agent."""
-        assert job.chat is not None and job.spec.rollout.agent is not None
-        return cls(sessions, Chats(job.chat), job.spec, asyncio.Semaphore(job.spec.rollout.agent.commands))
+        assert spec.rollout.agent is not None
+        return cls(sessions, Chats(chat), spec, asyncio.Semaphore(spec.rollout.agent.commands))
 
     @property
     def agent(self) -> Agent:
@@ -110,7 +102,7 @@ class AgentEpisodes:
         """Runs the command until it has ended, or the session has."""
         assert self.sessions.endpoint is not None
         session.deadline = asyncio.get_running_loop().time() + self.agent.episode_s
-        row, endpoint = row_of(session.prompt), self.sessions.endpoint
+        row, endpoint = session.prompt.row_fields(), self.sessions.endpoint
         command = asyncio.create_task(run(self.agent, self.spec.reward, session, endpoint, row))
         over = asyncio.create_task(session.ended.wait())
         try:

@@ -26,14 +26,13 @@ from millrace.spec import JobSpec
 from millrace.spec.environment import Environment
 from services.rollout.engine import Engine, Sampling
 from services.rollout.environments.environment import EnvironmentFailed
-from services.rollout.episode.episode import Episode, Trajectory
+from services.rollout.episode.chat import Chat
+from services.rollout.episode.episode import Episode, EpisodeFailed, Prompt, Trajectory
 from services.rollout.episode.slots import EpisodeSlot
-from services.rollout.scoring.pool import Scored
+from services.rollout.scoring.scored import Scored
 from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.sessions.policy import Chats, Policy
 from services.rollout.sessions.session import AgentFailed, Session
-from services.rollout.work.groups import EpisodeFailed
-from services.rollout.work.job import Job, Prompt
 
 ATTEMPTS = 2
 """Runs of an episode that fails, before its group is dropped."""
@@ -80,13 +79,13 @@ class HostedEpisodes:
     """A place for each episode that may run at once."""
 
     @classmethod
-    def of_job(cls, job: Job, sessions: OpenSessions) -> Self:
+    def of_job(cls, spec: JobSpec, chat: Chat, sessions: OpenSessions) -> Self:
         """The episodes of a job whose environment is a host's."""
-        environment = job.spec.rollout.environment
-        assert job.chat is not None and environment is not None
+        environment = spec.rollout.environment
+        assert environment is not None
         options = options_of(environment.name, environment.options)
         assert isinstance(options, Verifiers)
-        return cls(sessions, Chats(job.chat), job.spec, options, asyncio.Semaphore(environment.episodes_at_once))
+        return cls(sessions, Chats(chat), spec, options, asyncio.Semaphore(environment.episodes_at_once))
 
     @property
     def environment(self) -> Environment:

@@ -37,8 +37,7 @@ from services.rollout.dialects.responses import ResponsesRequest
 from services.rollout.dialects.streams import Events, event, streamed
 from services.rollout.dialects.token_endpoint import GenerateRequest
 from services.rollout.dialects.turns import SampledTurn
-from services.rollout.endpoint import HttpEndpoint
-from services.rollout.sessions.episodes import row_of
+from services.rollout.member.endpoint import HttpEndpoint
 from services.rollout.sessions.metrics import Api
 from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.sessions.session import Session
@@ -246,5 +245,5 @@ class Desk:
         return self._sessions.find(session_id, key_of(request))
 
     def _described(self, session: Session) -> dict[str, Any]:
-        told = {"id": session.id, "model": session.policy.model, "row": row_of(session.prompt)}
+        told = {"id": session.id, "model": session.policy.model, "row": session.prompt.row_fields()}
         return {**told, "turns": session.turns, "seconds_left": round(session.seconds_left, 3)}

@@ -16,12 +16,10 @@ from services.rollout.dialects.turns import SampledTurn, Speaker, TurnRequest
 from services.rollout.engine import Sample, Sampling, StopReason
 from services.rollout.episode.chat import Message
 from services.rollout.episode.conversation import Conversation
-from services.rollout.episode.episode import Episode, Trajectory
-from services.rollout.episode.sampled import sampled
-from services.rollout.scoring.pool import Scored
+from services.rollout.episode.episode import Episode, Prompt, Trajectory
+from services.rollout.scoring.scored import Scored
 from services.rollout.sessions.policy import ESCAPED, LARGE, Policy
 from services.rollout.sessions.strands import Strand, TokenStrand
-from services.rollout.work.job import Prompt
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Strand)
@@ -265,7 +263,7 @@ class Session:
         """A sample of the engine, and how long it took, seconds."""
         asked, slot = time.perf_counter(), self.policy.slot
         with slot.taken():
-            sample = await sampled(self.policy.engine, prompt, sampling, slot.sampled)
+            sample = await slot.sample(self.policy.engine, prompt, sampling)
         return sample, time.perf_counter() - asked
 
     def _numbered(self, held: _Held[S], sample: Sample) -> int:

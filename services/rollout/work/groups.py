@@ -16,23 +16,14 @@ from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
 from millrace.wire.arrays import pack_tokens
 from services.rollout.engine import Engine, Sampling
-from services.rollout.episode.episode import Episode
-from services.rollout.episode.sampled import sampled
+from services.rollout.episode.episode import Episode, EpisodeFailed, Prompt
 from services.rollout.episode.slots import EpisodeSlot, Slots
 from services.rollout.scoring.scored import Answer, Scored
-from services.rollout.work.job import Job, Prompt
+from services.rollout.work.job import Job
 
 RunEpisode = Callable[[Engine, Prompt, Sampling, EpisodeSlot], Awaitable[Episode]]
 """Runs one episode of a prompt with an engine, in a slot that it tells each sample of the engine as it ends. Cancelling
 it aborts what it has in the engine. Raises EpisodeFailed where the group has to be dropped."""
-
-
-class EpisodeFailed(Exception):
-    """An episode cannot be run, so that its group is dropped; `drop` says why."""
-
-    def __init__(self, drop: Drop) -> None:
-        super().__init__(str(drop))
-        self.drop = drop
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,7 @@ async def first_of(tasks: Sequence[asyncio.Task[Episode]], enough: int) -> Ended
 
 async def single_turn(engine: Engine, prompt: Prompt, sampling: Sampling, slot: EpisodeSlot) -> Episode:
     """The episode of a job without an environment: one answer to the prompt."""
-    return Episode.of(await sampled(engine, prompt.rendered.token_ids, sampling, slot.sampled))
+    return Episode.of(await slot.sample(engine, prompt.rendered.token_ids, sampling))
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,10 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from millrace.contracts.v1 import work_pb2
-from millrace.data.chat import Rendered, render
+from millrace.data.chat import render
 from millrace.data.row import PromptRow
 from millrace.errors import BadRow, InvalidJob
 from millrace.ids import JobId, row_of
@@ -16,6 +15,7 @@ from millrace.wire.channel import Peer
 from services.rollout.environments.environment import Environments
 from services.rollout.environments.opening import environments_of
 from services.rollout.episode.chat import Chat
+from services.rollout.episode.episode import Prompt
 from services.rollout.judges.scorer import JudgeScorer
 from services.rollout.pools.client import PoolClient
 from services.rollout.pools.rewards import PoolScorer
@@ -23,16 +23,6 @@ from services.rollout.pools.teacher import Teacher
 from services.rollout.scoring.pool import ScoringPool
 from services.rollout.scoring.reward import RewardScorer
 from services.rollout.sessions.commands.program import check_command
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """The prompt of a lease, ready for the engine."""
-
-    row: PromptRow
-    rendered: Rendered
-    text: str
-    """The prompt as the model sees it, with special tokens."""
 
 
 class Job:
@@ -128,11 +118,6 @@ def _chat(spec: JobSpec, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()
         return None
     field = "rollout.agent" if spec.rollout.environment is None else "rollout.environment"
     return Chat(tokenizer, player.renderer, player.renderer_options, spec.data.chat_template_options, tools, field)
-
-
-def import_transformers() -> None:
-    """Imports transformers before threads do: its lazy modules fail when two threads load them at the same time."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
 
 def _load_tokenizer(spec: JobSpec) -> Any:

@@ -13,9 +13,8 @@ from services.rollout.engine import Sample, Sampling
 from services.rollout.environments.opening import environments_of
 from services.rollout.environments.runner import EnvironmentEpisodes
 from services.rollout.episode.chat import Chat
-from services.rollout.episode.episode import Episode
+from services.rollout.episode.episode import Episode, Prompt
 from services.rollout.episode.slots import Slots
-from services.rollout.work.job import Prompt
 from tests.services.rollout.episode.formats import CHATML as PLAIN_CHATML
 from tests.services.rollout.episode.formats import merging_tokenizer, sampled
 from tests.services.rollout.jobs import job_spec

@@ -12,10 +12,8 @@ from millrace.data.row import PromptRow
 from millrace.drops import DropReason
 from services.coordinator.state.group import Account, GroupSummary, Wanted, fault
 from services.rollout.engine import Sampling
-from services.rollout.episode.episode import Episode
+from services.rollout.episode.episode import Episode, EpisodeFailed, Prompt
 from services.rollout.episode.slots import Slots
-from services.rollout.work.groups import EpisodeFailed
-from services.rollout.work.job import Prompt
 from tests.models import CALL, CHATML, save_tiny_model
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.engine_sequences import DTYPE, EngineSequences, skip_without

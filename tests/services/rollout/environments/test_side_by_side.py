@@ -10,8 +10,7 @@ from millrace.contracts.v1 import common_pb2
 from millrace.drops import DropReason
 from services.coordinator.state.group import Wanted, fault
 from services.rollout.environments.processes import EnvironmentPool
-from services.rollout.episode.episode import Episode
-from services.rollout.work.groups import EpisodeFailed
+from services.rollout.episode.episode import Episode, EpisodeFailed
 from tests.models import CALL, CHATML, save_tiny_model
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.environments.playing import account_of, call, environments, play

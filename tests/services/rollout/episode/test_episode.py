@@ -15,11 +15,10 @@ from millrace.wire.arrays import unpack_experts, unpack_logprobs, unpack_tokens
 from services.coordinator.state.group import Wanted, fault
 from services.rollout import replica
 from services.rollout.engine import Engine, Sample, Sampling, StopReason, VersionSpan
-from services.rollout.episode.episode import Episode, Trajectory, Turn
+from services.rollout.episode.episode import Episode, Prompt, Trajectory, Turn
 from services.rollout.episode.slots import EpisodeSlot
-from services.rollout.scoring.pool import Scored
+from services.rollout.scoring.scored import Scored
 from services.rollout.work.groups import GroupGenerator
-from services.rollout.work.job import Prompt
 from tests.models import random_model
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.jobs import job_spec

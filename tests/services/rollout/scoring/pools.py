@@ -10,7 +10,8 @@ from typing import Any
 import psutil
 
 from millrace.rewards import Scope, Term
-from services.rollout.scoring.pool import Scored, ScoringPool
+from services.rollout.scoring.pool import ScoringPool
+from services.rollout.scoring.scored import Scored
 
 
 @asynccontextmanager

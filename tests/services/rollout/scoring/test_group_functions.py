@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.scoring.pool import Scored, ScoringPool
+from services.rollout.scoring.pool import ScoringPool
+from services.rollout.scoring.scored import Scored
 from tests.services.rollout.scoring.pools import scoring
 
 pytestmark = pytest.mark.slow

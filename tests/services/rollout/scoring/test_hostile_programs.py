@@ -15,7 +15,8 @@ import pytest
 from millrace.errors import InvalidJob
 from millrace.rewards import Term
 from millrace.sandbox import probe
-from services.rollout.scoring.pool import Scored, ScoringPool
+from services.rollout.scoring.pool import ScoringPool
+from services.rollout.scoring.scored import Scored
 from tests.services.rollout.scoring.hostile_programs import ATTACKS, SELF_DESTRUCTIVE
 from tests.services.rollout.scoring.pools import running
 

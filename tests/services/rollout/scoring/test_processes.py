@@ -16,7 +16,8 @@ import pytest
 from millrace.errors import InvalidJob, Unavailable
 from millrace.rewards import Term
 from millrace.sandbox.boundaries import Boundary
-from services.rollout.scoring.pool import Scored, ScoringPool
+from services.rollout.scoring.pool import ScoringPool
+from services.rollout.scoring.scored import Scored
 from tests.services.rollout.scoring.pools import gone, one_group, processes, reached, running, scoring
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from millrace.rewards.outcome import NOT_FINITE
-from services.rollout.scoring.pool import Scored, ScoringPool
+from services.rollout.scoring.pool import ScoringPool
+from services.rollout.scoring.scored import Scored
 from tests.services.rollout.scoring.pools import one_group, scoring
 
 pytestmark = pytest.mark.slow

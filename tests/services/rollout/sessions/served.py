@@ -13,14 +13,13 @@ from millrace.data.chat import Rendered
 from millrace.data.row import PromptRow
 from services.rollout.engine import Sample, Sampling, StopReason
 from services.rollout.episode.chat import Chat
-from services.rollout.episode.episode import Episode
+from services.rollout.episode.episode import Episode, Prompt
 from services.rollout.episode.slots import Slots
 from services.rollout.sessions.episodes import AgentEpisodes
 from services.rollout.sessions.metrics import SessionMetrics
 from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.sessions.policy import Chats
 from services.rollout.sessions.server import SessionServer
-from services.rollout.work.job import Prompt
 from tests.services.rollout.episode.formats import merging_tokenizer, sampled
 from tests.services.rollout.jobs import job_spec
 

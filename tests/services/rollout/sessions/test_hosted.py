@@ -23,11 +23,9 @@ from millrace.environments.registry import check
 from millrace.errors import InvalidJob
 from millrace.spec.environment import Environment
 from services.rollout.engine import Sample, Sampling
-from services.rollout.episode.episode import Episode
+from services.rollout.episode.episode import Episode, EpisodeFailed, Prompt
 from services.rollout.episode.slots import Slots
 from services.rollout.sessions.hosted import HostedEpisodes
-from services.rollout.work.groups import EpisodeFailed
-from services.rollout.work.job import Prompt
 from tests.ports import held_port
 from tests.services.rollout.sessions.served import TOKENIZER, Served, served
 

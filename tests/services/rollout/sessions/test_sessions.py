@@ -8,9 +8,8 @@ import pytest
 from millrace.contracts.v1 import common_pb2
 from millrace.drops import DropReason
 from services.rollout.engine import Sample, Sampling
-from services.rollout.episode.episode import Episode
+from services.rollout.episode.episode import Episode, EpisodeFailed
 from services.rollout.episode.slots import Slots
-from services.rollout.work.groups import EpisodeFailed
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.sessions.served import ROW, TOKENIZER, Served, served, user
 

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from millrace.drops import Drop, DropReason
-from services.rollout.episode.episode import Episode
-from services.rollout.work.groups import Ended, EpisodeFailed, first_of
+from services.rollout.episode.episode import Episode, EpisodeFailed
+from services.rollout.work.groups import Ended, first_of
 
 FAILURE = Drop(DropReason.ENVIRONMENT_FAILED, "step: raised ValueError")
 Play = Callable[[asyncio.Event], Awaitable[Episode]]
