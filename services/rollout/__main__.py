@@ -37,7 +37,7 @@ from millrace.wire.membership import Membership
 from millrace.wire.server import Server
 from services.rollout.engines import probe
 from services.rollout.engines.lifeline import kill_descendants
-from services.rollout.health import watch
+from services.rollout.member.health import watch
 from services.rollout.nodes.leader import Leader
 from services.rollout.nodes.place import (
     NODE_LOST_S,

@@ -13,8 +13,8 @@ from millrace.wire.address import bind_address
 from millrace.wire.channel import Peer, token
 from millrace.wire.membership import Membership
 from millrace.wire.server import Server
-from services.rollout.endpoint import HttpEndpoint
 from services.rollout.engines import create_scoring
+from services.rollout.member.endpoint import HttpEndpoint
 from services.rollout.pools.endpoint import application
 from services.rollout.pools.metrics import PoolMetrics
 from services.rollout.pools.replica import PoolReplica

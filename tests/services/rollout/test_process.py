@@ -170,7 +170,7 @@ def test_sigterm_finishes_what_it_holds_and_leaves(tied_model: Path) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.matrix  # tests/services/rollout/test_health.py covers it with a thread that stands still
+@pytest.mark.matrix  # tests/services/rollout/member/test_health.py covers it with a thread that stands still
 def test_a_replica_ends_whose_vllm_is_stopped(tied_model: Path) -> None:
     async def scenario() -> None:
         async with running("--stall-s", "8", engine="vllm") as replica:

@@ -1,0 +1,1 @@
+"""A replica as a member of the fleet, whatever it does: registration, heartbeats, servers, draining and end."""
