@@ -2,37 +2,39 @@
 
 import asyncio
 import json
+import math
 import os
-import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import structlog
 
-import millrace
 from millrace import hub
-from millrace.contracts.v1 import fleet_pb2, rollout_pb2
+from millrace.contracts.v1 import fleet_pb2, rollout_pb2, weights_pb2
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import JobId, MemberId, Version
-from millrace.local.devices import device_name
 from millrace.spec import JobSpec, received
+from millrace.telemetry.metrics.prometheus import replica as names
+from millrace.telemetry.metrics.prometheus.members import RECEIVER_PHASES, record_publication
 from millrace.telemetry.spans.batches import taken
 from millrace.telemetry.spans.kinds import LaneKind
 from millrace.telemetry.spans.recorder import RECORDER
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.manifest import Manifest
-from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.enums import missing_messages
-from millrace.wire.membership import Membership
-from services.rollout.engine import Engine, EngineDied, Load
+from services.rollout.engine import Engine, EngineDied, EngineStats, Load
 from services.rollout.engines import create, import_errors, import_transformers
 from services.rollout.environments.runner import EnvironmentEpisodes
+from services.rollout.judges.client import JudgeClient
 from services.rollout.judges.scorer import JudgeScorer
-from services.rollout.metrics import ReplicaMetrics
+from services.rollout.member.member import CLOSE_S, FleetMember
+from services.rollout.member.metrics import MemberMetrics
 from services.rollout.nodes.leader import Leader
 from services.rollout.sessions.episodes import AgentEpisodes, check_allowed
 from services.rollout.sessions.hosted import HostedEpisodes
+from services.rollout.sessions.metrics import SessionMetrics
 from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.weights.receiver import PublicationReceiver
 from services.rollout.work.groups import GroupGenerator
@@ -40,13 +42,13 @@ from services.rollout.work.job import Job
 from services.rollout.work.leases import Leases
 
 log = structlog.get_logger(__name__)
-State = rollout_pb2.EngineState
-CLOSE_S = 10.0
 CONFIGURED = "configured"
 """Event of the log, for benchmarks."""
+COUNTED = (names.PROMPT_TOKENS, names.CACHED_PROMPT_TOKENS, names.PREEMPTIONS)
+"""What the engine counts, in the order of `ReplicaMetrics._count`."""
 
 
-class Replica:
+class Replica(FleetMember):
     """Configured by the coordinator. It takes leases as soon as a first version is committed."""
 
     def __init__(
@@ -58,24 +60,11 @@ class Replica:
         nodes: Leader | None = None,
     ) -> None:
         """`nodes`: the other hosts on which its engine lies; None for an engine on this host alone."""
-        self.member_id = member_id
-        self.engine_name = engine_name
-        self.engine_release = engine_release
+        super().__init__(member_id, engine_name, engine_release)
         self.leases = leases
         self.nodes = nodes
-        self.state: State = rollout_pb2.ENGINE_STATE_IDLE
-        self.version: Version | None = None
-        self.failure = ""
         self.metrics = ReplicaMetrics(self)
-        self.metrics_port = 0
-        """Port at which the metrics are served; 0: nowhere."""
         self.sessions = OpenSessions(self.metrics.sessions)
-        self.sessions_port = 0
-        """Port at which agents reach their sessions; 0: nowhere."""
-        self.draining = asyncio.Event()
-        """Set once somebody asked this replica to drain."""
-        self.died = asyncio.Event()
-        """Set once the engine has died; `failure` says why."""
         self.engine: Engine | None = None
         self.job: Job | None = None
         self._receiver: PublicationReceiver | None = None
@@ -217,34 +206,22 @@ class Replica:
             layouts=wire_layouts.encode(boxes, hosts), gpu=self.engine.device != "cpu", deltas=True
         )
 
-    def drain(self) -> None:
-        """Takes no new leases; work in progress continues. Idempotent."""
-        if not self.draining.is_set():
-            log.info("draining")
-            self.state = rollout_pb2.ENGINE_STATE_DRAINING
-            self.leases.serve(None)
-            self.draining.set()
+    def take_no_work(self) -> None:
+        """Takes no new leases; work in progress continues."""
+        self.leases.serve(None)
 
     def died_of(self, error: EngineDied) -> None:
-        """The engine has died: the replica fails."""
-        if not self.died.is_set():
-            log.error("the engine died", error=str(error))
-            self.state, self.failure, self.version = rollout_pb2.ENGINE_STATE_FAILED, str(error), None
-            self.leases.serve(None)
-            self.died.set()
+        """See `FleetMember`."""
+        super().died_of(error)
+        self.leases.serve(None)
 
-    async def name_lost_nodes(self) -> None:
+    async def explain_death(self) -> None:
         """Puts the nodes that died with the engine into the failure: an engine notices their end before their leader
         does, and cannot name them."""
         if self.nodes is not None and (silent := await self.nodes.silent()):
             lost = " and ".join(silent)
             self.failure = f"{lost} of the replica is lost: nothing came since the engine failed: {self.failure}"
             log.error("nodes are lost", nodes=silent)
-
-    @property
-    def takes_leases(self) -> bool:
-        """Whether it takes new leases, as soon as it serves a version."""
-        return not self.draining.is_set()
 
     @property
     def missing_boundaries(self) -> list[rollout_pb2.MissingBoundary]:
@@ -261,59 +238,68 @@ class Replica:
         """The engine, while it is neither starting nor stopping; None otherwise."""
         return None if self.job is None or self._turn.locked() else self.engine
 
-    def load(self) -> tuple[Load, int]:
-        """Samples in the engine, and how many more it could start now."""
+    @property
+    def loaded_engine(self) -> Engine | None:
+        """See `FleetMember`."""
+        return self.engine
+
+    @property
+    def job_name(self) -> str:
+        """See `FleetMember`."""
+        return self.job.id if self.job is not None else ""
+
+    @property
+    def tokens(self) -> int:
+        """See `FleetMember`."""
+        return self.leases.generated_tokens
+
+    @property
+    def further_hosts(self) -> Sequence[str]:
+        """See `FleetMember`."""
+        return self.nodes.hosts if self.nodes is not None else ()
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """What the engine's scheduler says; None if there is no engine, or it said nothing."""
+        return self.engine.stats() if self.engine is not None else None
+
+    @property
+    def cache_used(self) -> float | None:
+        """See `FleetMember`."""
+        return stats.cache_used if (stats := self.stats) is not None else None
+
+    def load(self) -> Load:
+        """Samples in the engine."""
         if self.engine is None:
-            return Load(0, 0), 0
+            return Load(0, 0)
         try:
-            load = self.engine.load()
+            return self.engine.load()
         except EngineDied as error:
             self.died_of(error)
-            return Load(0, 0), 0
-        return load, max(0, self.engine.capacity - load.running - load.waiting)
+            return Load(0, 0)
 
-    def membership(self, coordinator: Peer, address: str, patience_s: float) -> Membership:
-        """This replica's membership in the fleet. `address`: host:port of its own server, as others reach it."""
-        return Membership(
-            coordinator, self.member_id, lambda: self._registration(address), self._heartbeat, self.drain, patience_s
-        )
+    def room(self, load: Load) -> int:
+        """Samples that the engine could start now, beside `load`."""
+        if self.engine is None or self.died.is_set():
+            return 0
+        return max(0, self.engine.capacity - load.running - load.waiting)
 
-    def _registration(self, address: str) -> fleet_pb2.RegisterRequest:
-        return fleet_pb2.RegisterRequest(
-            member_id=self.member_id,
-            kind=fleet_pb2.MEMBER_KIND_ROLLOUT,
-            address=address,
-            protocol_version=PROTOCOL_VERSION,
-            release=millrace.__version__,
-            engine=self.engine_name,
-            engine_release=self.engine_release,
-            world_size=(self.engine.world_size if self.engine else 0) or 1,
-            host=", ".join([socket.gethostname(), *(self.nodes.hosts if self.nodes is not None else [])]),
-            device=self.engine.device if self.engine else device_name(),
-            metrics_port=self.metrics_port,
-            sessions_port=self.sessions_port,
-        )
+    def heartbeat(self) -> fleet_pb2.HeartbeatRequest:
+        """What it is now, with spans and with judges that do not answer."""
+        request = super().heartbeat()
+        request.free = self.room(Load(request.running, request.waiting))
+        request.judge_outages.extend(outage for judge in self.judges if (outage := judge.outage_message()) is not None)
+        request.spans, request.span_count = taken(RECORDER, self.member_id, LaneKind.ROLLOUT)
+        return request
 
-    def _heartbeat(self) -> fleet_pb2.HeartbeatRequest:
-        load, free = self.load()
-        spans, count = taken(RECORDER, self.member_id, LaneKind.ROLLOUT)
-        return fleet_pb2.HeartbeatRequest(
-            member_id=self.member_id,
-            running=load.running,
-            waiting=load.waiting,
-            free=free,
-            version=-1 if self.version is None else self.version,
-            tokens=self.leases.generated_tokens,
-            judge_outages=[message for judge in self.judges if (message := judge.outage_message()) is not None],
-            spans=spans,
-            span_count=count,
-            usage=self.metrics.usage(),
-        )
+    async def finish(self) -> None:
+        """Waits until no lease is held."""
+        await self.leases.finish()
 
     async def close(self) -> None:
         """Ends all work, returns the leases that are still held, stops the engine. An engine that does not stop within
         CLOSE_S is left for the caller to kill."""
-        self.metrics.stop()
+        self.usage.stop()
         try:
             async with asyncio.timeout(CLOSE_S), self._turn:
                 await self._leave_job("the replica ends")
@@ -334,3 +320,52 @@ def _engine_key(spec: JobSpec) -> str:
         ],
         sort_keys=True,
     )
+
+
+class ReplicaMetrics(MemberMetrics):
+    """What Prometheus reads of one replica."""
+
+    def __init__(self, replica: "Replica") -> None:
+        super().__init__(replica)
+        self.sessions = SessionMetrics(self.registry)
+        self._replica = replica
+        self._counted = (0, 0, 0)
+        """What the engine had counted of each of `COUNTED` the last time."""
+        self._counted_requests = WeakKeyDictionary[JudgeClient, Mapping[str, int]]()
+
+    def published(self, report: weights_pb2.MemberReport) -> None:
+        """Records the replica's part in a publication that it has committed."""
+        record_publication(self.registry, report, RECEIVER_PHASES)
+
+    def refresh(self) -> None:
+        """See `MemberMetrics`."""
+        super().refresh()
+        replica, stats = self._replica, self._replica.stats
+        if stats is not None:
+            names.ENGINE_RUNNING.on(self.registry).set(stats.running)
+            names.ENGINE_WAITING.on(self.registry).set(stats.waiting)
+        names.ENGINE_CACHE_USED.on(self.registry).set(math.nan if stats is None else stats.cache_used)
+        self._count(stats or EngineStats(0, 0, 0.0))
+        names.ENGINE_CAPACITY.on(self.registry).set(replica.engine.capacity if replica.engine is not None else 0)
+        names.ENGINE_SLOTS.on(self.registry).set(replica.leases.slots)
+        names.LEASES_HELD.on(self.registry).set(replica.leases.held)
+        self.sessions.show(len(replica.sessions), replica.sessions.waiting)
+        for judge in replica.judges:
+            self._record(judge.client)
+
+    def _count(self, stats: EngineStats) -> None:
+        """Adds what the engine has got since the last time. An engine that was started anew counts from 0."""
+        now = (stats.prompt_tokens, stats.cached_prompt_tokens, stats.preempted)
+        for metric, before, count in zip(COUNTED, self._counted, now, strict=True):
+            metric.on(self.registry).inc(count - before if count >= before else count)
+        self._counted = now
+
+    def _record(self, judge: JudgeClient) -> None:
+        """Sets what a judge's client is now, and adds what it has asked since the last time."""
+        down_s = judge.outage.seconds if judge.outage is not None else 0.0
+        names.JUDGE_DOWN.on(self.registry).labels(judge.name).set(down_s)
+        names.JUDGE_WAITING.on(self.registry).labels(judge.name).set(judge.waiting)
+        counted = self._counted_requests.get(judge, {})
+        for outcome, count in judge.asked.items():
+            names.JUDGE_REQUESTS.on(self.registry).labels(judge.name, outcome).inc(count - counted.get(outcome, 0))
+        self._counted_requests[judge] = dict(judge.asked)

@@ -124,15 +124,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
 
     async def GetStatus(self, request: rollout_pb2.RolloutStatusRequest, context: Context) -> rollout_pb2.RolloutStatus:
         replica = self._replica
-        load, free = replica.load()
+        load = replica.load()
         return rollout_pb2.RolloutStatus(
             member_id=replica.member_id,
             state=replica.state,
-            job_id=replica.job.id if replica.job else "",
+            job_id=replica.job_name,
             version=-1 if replica.version is None else replica.version,
             running=load.running,
             waiting=load.waiting,
-            free=free,
+            free=replica.room(load),
             generated_tokens=replica.leases.generated_tokens,
             engine=replica.engine_name,
             engine_release=replica.engine_release,

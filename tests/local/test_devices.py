@@ -27,6 +27,6 @@ def test_a_replica_names_its_device_before_its_engine_starts(monkeypatch: pytest
 
     async def device() -> str:
         peer, member_id = Peer("127.0.0.1:9"), MemberId("rollout-1")
-        return Replica(member_id, "vllm", "", Leases(peer, member_id))._registration("127.0.0.1:8").device
+        return Replica(member_id, "vllm", "", Leases(peer, member_id)).registration("127.0.0.1:8").device
 
     assert asyncio.run(device()) == "cpu"

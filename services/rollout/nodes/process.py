@@ -4,14 +4,14 @@ import asyncio
 
 from millrace.wire.channel import Peer
 from millrace.wire.membership import note_drained
+from services.rollout.member.member import CLOSE_S, FleetMember
 from services.rollout.nodes.engine_share import create
 from services.rollout.nodes.follower import Follower, FollowerEnd
 from services.rollout.nodes.leader import LEAVE_S, Leader
 from services.rollout.nodes.place import Place
-from services.rollout.replica import CLOSE_S, Replica
 
 
-async def meet(nodes: Leader, replica: Replica, stops: asyncio.Queue[int], patience_s: float) -> bool:
+async def meet(nodes: Leader, replica: FleetMember, stops: asyncio.Queue[int], patience_s: float) -> bool:
     """Waits until all followers have joined; False where this process was told to stop first. Raises Unavailable where
     they do not join within `patience_s`."""
 

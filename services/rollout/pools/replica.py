@@ -4,9 +4,8 @@ import asyncio
 import inspect
 import itertools
 import json
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,56 +15,35 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-import millrace
 from millrace import hub
-from millrace.contracts.v1 import fleet_pb2, rollout_pb2
+from millrace.contracts.v1 import rollout_pb2
 from millrace.data.model_folder import vocabulary
 from millrace.errors import InvalidJob, InvalidRequest, InvalidState, NotFound, refused, wrong_value
 from millrace.ids import JobId, MemberId
-from millrace.local.devices import device_name
 from millrace.spec import JobSpec, received
 from millrace.spec.pool import PoolTask
-from millrace.telemetry.usage import UsageMonitor
 from millrace.validation import limits
 from millrace.wire.arrays import TokenScores
-from millrace.wire.channel import PROTOCOL_VERSION, Peer
-from millrace.wire.membership import Membership
 from services.rollout.dialects.refusals import Refusals, Refused
 from services.rollout.dialects.turns import SampledTurn
-from services.rollout.engine import EngineDied
+from services.rollout.engine import EngineDied, Load
 from services.rollout.engines import create_replying, create_scoring, import_errors, import_transformers
+from services.rollout.member.member import FleetMember
 from services.rollout.pool_engine import PoolEngine, PoolModel, ReplyEngine, ScoringEngine, TokenSequence
 from services.rollout.pools.conversation import REFUSALS, Conversation, prompt_of, tokens_of
 
 log = structlog.get_logger(__name__)
-State = rollout_pb2.EngineState
 WAITING = 4
 """Requests for replies that may run and wait, times those that run at once."""
 
 
-class PoolReplica:
+class PoolReplica(FleetMember):
     """Configured by the coordinator. From then on it answers calls."""
 
     def __init__(self, member_id: MemberId, pool: str, engine_name: str, engine_release: str) -> None:
-        self.member_id = member_id
-        self.pool = pool
-        self.engine_name = engine_name
-        self.engine_release = engine_release
-        self.state: State = rollout_pb2.ENGINE_STATE_IDLE
-        self.failure = ""
+        super().__init__(member_id, engine_name, engine_release, pool)
         self.job_id = ""
-        self.tokens = 0
-        """Tokens scored since the process started."""
-        self.metrics_port = 0
-        """Port at which the metrics are served; 0: nowhere."""
-        self.sessions_port = 0
-        """Port of the OpenAI-compatible endpoint; 0: there is none."""
-        self.usage = UsageMonitor(socket.gethostname())
-        self.usage.start()
-        self.draining = asyncio.Event()
-        """Set once somebody asked this replica to drain."""
-        self.died = asyncio.Event()
-        """Set once the engine has died; `failure` says why."""
+        self._tokens = 0
         self._engine: PoolEngine | None = None
         self._model: PoolModel | None = None
         self._tokenizer: Any = None
@@ -126,7 +104,7 @@ class PoolReplica:
             if top > engine.vocabulary:
                 raise InvalidRequest(f"top: {top}: the model has {engine.vocabulary} tokens.", "ask for fewer.")
             scores = await engine.score_tokens(sequences, top)
-            self.tokens += sum(len(sequence.tokens_t) for sequence in sequences)
+            self._tokens += sum(len(sequence.tokens_t) for sequence in sequences)
             return scores
 
     async def rewards(self, job_id: str, pool: str, conversations: Sequence[tuple[Any, str]]) -> list[float | str]:
@@ -146,7 +124,7 @@ class PoolReplica:
             self._check(list(usable.values()), engine, of_request=False)
             for place, reward in zip(usable, await engine.rewards(list(usable.values())), strict=True):
                 found[place] = reward if np.isfinite(reward) else f"the reward model gave {reward}"
-            self.tokens += sum(map(len, usable.values()))
+            self._tokens += sum(map(len, usable.values()))
             return found
 
     @property
@@ -191,7 +169,7 @@ class PoolReplica:
         began = time.perf_counter()
         most = min(sampling.max_response_tokens, room)
         sample = await engine.reply(prompt, replace(sampling, max_response_tokens=most))
-        self.tokens += len(prompt) + len(sample.tokens)
+        self._tokens += len(prompt) + len(sample.tokens)
         message = {"role": "assistant", "content": sample.text}
         return SampledTurn(next(self._replies), message, sample, len(prompt), time.perf_counter() - began)
 
@@ -221,7 +199,7 @@ class PoolReplica:
         try:
             yield engine
         except EngineDied as error:
-            self._died_of(error)
+            self.died_of(error)
             raise
         finally:
             self._calls -= 1
@@ -244,63 +222,33 @@ class PoolReplica:
         if of_request and len(sequences) > 1 and sum(map(len, sequences)) > most:
             raise InvalidRequest(f"{sum(map(len, sequences))} tokens in a request, at most {most}.", "send fewer.")
 
-    def _died_of(self, error: EngineDied) -> None:
-        if not self.died.is_set():
-            log.error("the engine of the pool died", error=str(error))
-            self.state, self.failure = rollout_pb2.ENGINE_STATE_FAILED, str(error)
-            self.died.set()
+    @property
+    def loaded_engine(self) -> PoolEngine | None:
+        """See `FleetMember`."""
+        return self._engine
 
-    def drain(self) -> None:
-        """Takes no new calls; those in progress are answered. Idempotent."""
-        if not self.draining.is_set():
-            log.info("draining")
-            self.state, self.job_id = rollout_pb2.ENGINE_STATE_DRAINING, ""
-            self.draining.set()
+    @property
+    def job_name(self) -> str:
+        """See `FleetMember`."""
+        return self.job_id
+
+    @property
+    def tokens(self) -> int:
+        """See `FleetMember`."""
+        return self._tokens
+
+    def take_no_work(self) -> None:
+        """Takes no new calls; those in progress are answered."""
+        self.job_id = ""
 
     async def finish(self) -> None:
         """Waits until no call is in progress."""
         await self._idle.wait()
 
-    def load(self) -> tuple[int, int]:
+    def load(self) -> Load:
         """Calls that are being computed, and that wait."""
         running = min(self._calls, self._engine.at_once if self._engine is not None else 0)
-        return running, self._calls - running
-
-    def membership(
-        self, coordinator: Peer, address: str, patience_s: float, on_drain: Callable[[], None] | None = None
-    ) -> Membership:
-        """This replica's membership in the fleet. `address`: host:port of its own server, as others reach it."""
-        drain = on_drain or self.drain
-        registration = lambda: self._registration(address)  # noqa: E731
-        return Membership(coordinator, self.member_id, registration, self._heartbeat, drain, patience_s)
-
-    def _registration(self, address: str) -> fleet_pb2.RegisterRequest:
-        return fleet_pb2.RegisterRequest(
-            member_id=self.member_id,
-            kind=fleet_pb2.MEMBER_KIND_ROLLOUT,
-            address=address,
-            protocol_version=PROTOCOL_VERSION,
-            release=millrace.__version__,
-            engine=self.engine_name,
-            engine_release=self.engine_release,
-            world_size=self._engine.world_size if self._engine is not None else 1,
-            host=socket.gethostname(),
-            device=self._engine.device if self._engine is not None else device_name(),
-            metrics_port=self.metrics_port,
-            sessions_port=self.sessions_port,
-            pool=self.pool,
-        )
-
-    def _heartbeat(self) -> fleet_pb2.HeartbeatRequest:
-        running, waiting = self.load()
-        return fleet_pb2.HeartbeatRequest(
-            member_id=self.member_id,
-            running=running,
-            waiting=waiting,
-            version=-1,
-            tokens=self.tokens,
-            usage=self.usage.message(),
-        )
+        return Load(running, self._calls - running)
 
     async def close(self) -> None:
         """Stops the engine."""

@@ -55,14 +55,14 @@ class ScoringServicer(scoring_pb2_grpc.ScoringServicer):
 
     async def GetStatus(self, request: scoring_pb2.ScoringStatusRequest, context: Context) -> scoring_pb2.ScoringStatus:
         replica = self._replica
-        running, waiting = replica.load()
+        load = replica.load()
         return scoring_pb2.ScoringStatus(
             member_id=replica.member_id,
             pool=replica.pool,
             state=replica.state,
             job_id=replica.job_id,
-            running=running,
-            waiting=waiting,
+            running=load.running,
+            waiting=load.waiting,
             tokens=replica.tokens,
             engine=replica.engine_name,
             engine_release=replica.engine_release,

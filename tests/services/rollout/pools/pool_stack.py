@@ -10,8 +10,6 @@ from millrace.ids import new_member_id
 from millrace.spec import JobSpec
 from millrace.wire.channel import Peer
 from millrace.wire.server import Server
-from services.rollout.endpoint import HttpEndpoint
-from millrace.wire.v1 import rollout_pb2
 from services.rollout.member.endpoint import HttpEndpoint
 from services.rollout.pools.endpoint import application
 from services.rollout.pools.replica import PoolReplica

@@ -14,7 +14,7 @@ import pytest
 
 from millrace.errors import InvalidJob
 from millrace.spec import JobSpec
-from services.rollout.engine import Sample, Sampling, StopReason
+from services.rollout.engine import Load, Sample, Sampling, StopReason
 from services.rollout.judges import client as judge_client
 from services.rollout.pools.replica import WAITING
 from tests.models import byte_tokenizer, save_judge_model
@@ -183,7 +183,7 @@ def test_a_replica_that_is_full_says_when_to_ask_again(tied_model: Path, judge_m
             asked: dict[str, Any] = {"model": "judge", "messages": ASKED}
             running = [asyncio.create_task(client.chat.completions.create(**asked)) for _ in range(WAITING)]
             await until(lambda: engine.asked == WAITING, WAIT_S)
-            assert scoring.replica.load() == (1, WAITING - 1)
+            assert scoring.replica.load() == Load(1, WAITING - 1)
             with pytest.raises(openai.RateLimitError) as full:
                 await client.chat.completions.create(**asked)
             assert full.value.response.headers["retry-after"] == "2"
@@ -205,7 +205,7 @@ def test_a_reply_ends_with_its_deadline_and_with_its_caller(tied_model: Path, ju
             await until(lambda: engine.asked, WAIT_S)
             asking.cancel()
             await until(lambda: engine.cancelled, WAIT_S)
-            await until(lambda: scoring.replica.load() == (0, 0), WAIT_S)
+            await until(lambda: scoring.replica.load() == Load(0, 0), WAIT_S)
 
     asyncio.run(scenario())
 

@@ -145,7 +145,7 @@ def test_versions_of_tokens_are_true_across_a_swap_of_adapters(tied_model: Path)
         await new.begin()
         await new.verify()
         prompt_id = stack.coordinator.issue(1, max_response_tokens=200)
-        await until(lambda: stack.replica.load()[0].running > 0)
+        await until(lambda: stack.replica.load().running > 0)
         await new.commit()
         await until(lambda: prompt_id in stack.coordinator.groups)
         group, models = stack.coordinator.groups[prompt_id], {version: adapted(version) for version in (1, 2)}

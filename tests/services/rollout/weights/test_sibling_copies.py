@@ -166,7 +166,7 @@ async def same_weights(one: Stack, other: Stack) -> bool:
 def test_a_sibling_generates_while_it_sends(tied_model: Path, gate: Gate) -> None:
     async def scenario(sibling: Stack, late: Stack) -> None:
         prompt = sibling.coordinator.issue(1, max_response_tokens=100)
-        await until(lambda: sibling.replica.load()[0].running > 0)
+        await until(lambda: sibling.replica.load().running > 0)
         copy = Copy(sibling, late)
         sending = await copy.begin()
         await gate.held()

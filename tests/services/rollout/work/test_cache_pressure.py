@@ -123,7 +123,7 @@ def test_vllm_loses_no_slot_by_publications_that_clear_its_cache(
             await stack.serve(job_spec(tied_model, "vllm"))
             for row in range(GROUPS):
                 stack.coordinator.issue(row, samples=SAMPLES, max_response_tokens=200)
-            await until(lambda: stack.replica.load()[0].running > 4, 60)
+            await until(lambda: stack.replica.load().running > 4, 60)
             await stack.publish(2)
             await generated(stack, seen)
             assert stack.replica.engine is not None

@@ -12,7 +12,7 @@ from millrace.contracts.v1 import common_pb2, rollout_pb2, work_pb2
 from millrace.drops import Drop, DropReason
 from millrace.errors import InvalidJob, InvalidState
 from millrace.wire.arrays import unpack_logprobs, unpack_tokens
-from services.rollout.__main__ import drain
+from services.rollout.member.process import drain
 from services.rollout.work import leases
 from tests.models import byte_tokenizer, random_model
 from tests.services.rollout.coordinator import configure, status, until
@@ -188,7 +188,7 @@ def test_leases_are_extended_while_they_are_worked_on_and_lost_ones_stopped(tied
             await until(lambda: stack.coordinator.extends >= 1)
             assert (await status(stack.peer)).running > 0
             stack.coordinator.lost.add("lease-0")
-            await until(lambda: stack.replica.load()[0].running == 0)
+            await until(lambda: stack.replica.load().running == 0)
             assert stack.coordinator.answered == 0
 
     asyncio.run(scenario())
@@ -246,7 +246,7 @@ def test_configuring_another_job_gives_leases_back_and_keeps_the_engine(tied_mod
             await stack.serve(spec)
             engine = stack.replica.engine
             stack.coordinator.issue(0, samples=16, max_response_tokens=4000)
-            await until(lambda: stack.replica.load()[0].running > 0)
+            await until(lambda: stack.replica.load().running > 0)
             await configure(stack.peer, spec, "job-next")
             assert stack.replica.engine is engine
             assert stack.coordinator.released == ["lease-0"]

@@ -1,0 +1,164 @@
+"""A replica as a process: its servers, its life as a member of the fleet, and how it ends."""
+
+import asyncio
+import multiprocessing
+import signal
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import grpc
+
+from millrace.telemetry.metrics.prometheus.endpoint import MetricsEndpoint
+from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
+from millrace.wire.address import bind_address
+from millrace.wire.channel import Peer
+from millrace.wire.membership import Membership
+from millrace.wire.server import Server
+from services.rollout.member.endpoint import HttpEndpoint
+from services.rollout.member.member import FleetMember
+from services.rollout.member.metrics import MemberMetrics
+
+
+class Ending(Enum):
+    """Why a replica ends."""
+
+    STOPPED = auto()
+    """A signal, or somebody asked it to drain."""
+    DIED = auto()
+    """The engine has died."""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How a replica is reached, and how long it is patient."""
+
+    coordinator: str
+    host: str
+    """Name or address by which other hosts reach this replica."""
+    port: int
+    metrics_port: int
+    sessions_port: int
+    patience_s: float
+    drain_s: float
+
+    @property
+    def bind(self) -> str:
+        """The address at which its servers listen."""
+        return bind_address(self.host)
+
+
+class MemberProcess:
+    """The servers of a replica, and its life in the fleet. Raises Unavailable if a port is taken."""
+
+    def __init__(
+        self,
+        member: FleetMember,
+        reached: Reached,
+        coordinator: Peer,
+        services: Mapping[str, Callable[[grpc.aio.Server], None]],
+        metrics: MemberMetrics,
+        http: HttpEndpoint,
+    ) -> None:
+        self._member, self._reached, self._coordinator, self._http = member, reached, coordinator, http
+        observe = grpc_observer(metrics.registry)
+        self._server = Server(services, reached.bind, reached.port, observe=observe)
+        self._metrics = MetricsEndpoint(metrics.registry, reached.bind, reached.metrics_port, metrics.refresh)
+        member.metrics_port, member.sessions_port = self._metrics.port, http.port
+        address = f"{reached.host}:{self._server.port}"
+        self.membership = member.membership(coordinator, address, reached.patience_s)
+
+    async def start(self) -> None:
+        """Answers calls and requests from now on."""
+        await self._server.start()
+        self._http.start()
+
+    async def live(
+        self,
+        stops: "asyncio.Queue[int]",
+        needed: Sequence[Coroutine[Any, Any, None]] = (),
+        beside: Sequence[Coroutine[Any, Any, None]] = (),
+    ) -> Ending:
+        """The replica's life as a member of the fleet; why it ended. `needed`: loops whose error ends it too; `beside`:
+        those that may end before it. Raises MillraceError as `Membership.run`."""
+        member = self._member
+        beating, *working = [asyncio.create_task(each) for each in (self.membership.run(), *needed)]
+        others = [asyncio.create_task(each) for each in beside]
+        try:
+            ending = await _until_ending(member, stops, [beating, *working])
+            if ending is Ending.DIED:
+                await member.explain_death()
+            else:
+                await drain(member, self.membership, stops, self._reached.drain_s)
+        finally:
+            for task in (*working, *others):
+                task.cancel()
+            await self._server.healthy(False)
+            await member.close()
+            beating.cancel()
+        await self.membership.leave(member.failure or "it was told to stop", failed=member.died.is_set())
+        return ending
+
+    async def stop(self) -> int:
+        """Ends the servers; returns the exit status of the process."""
+        await self._http.stop()
+        await self._server.stop(1.0)
+        self._metrics.close()
+        await self._coordinator.close()
+        return 1 if self._member.died.is_set() else 0
+
+
+def signals() -> "asyncio.Queue[int]":
+    """A queue that receives SIGTERM and SIGINT. The end of the process that forked this one counts as SIGTERM."""
+    stops: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stops.put_nowait, number)
+    if (launcher := multiprocessing.parent_process()) is not None:
+        gone = launcher.sentinel
+
+        def on_end() -> None:
+            loop.remove_reader(gone)
+            stops.put_nowait(signal.SIGTERM)
+
+        loop.add_reader(gone, on_end)
+    return stops
+
+
+async def _until_ending(
+    member: FleetMember, stops: "asyncio.Queue[int]", loops: Sequence["asyncio.Task[None]"]
+) -> Ending:
+    """Waits for the first reason to end. Raises the error that ended one of the loops."""
+    await _first(stops, member, loops)
+    for loop in loops:
+        if loop.done():
+            loop.result()
+    return Ending.DIED if member.died.is_set() else Ending.STOPPED
+
+
+async def drain(member: FleetMember, membership: Membership, stops: "asyncio.Queue[int]", drain_s: float) -> None:
+    """Finishes the work in progress. After a second signal, or after `drain_s`, the caller ends the rest."""
+    member.drain()
+    await membership.drain()
+    finished = asyncio.create_task(member.finish())
+    await _first(stops, member, [finished], drained=False, within_s=drain_s)
+    finished.cancel()
+
+
+async def _first(
+    stops: "asyncio.Queue[int]",
+    member: FleetMember,
+    tasks: Sequence["asyncio.Task[None]"],
+    *,
+    drained: bool = True,
+    within_s: float | None = None,
+) -> None:
+    """Returns at the next signal, when the engine dies, when one of the tasks ends, with `drained` also when the member
+    drains, and after `within_s`."""
+    events = [member.died, *([member.draining] if drained else [])]
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    stopped = asyncio.create_task(stops.get())
+    await asyncio.wait({*tasks, *waiting, stopped}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in (*waiting, stopped):
+        task.cancel()
