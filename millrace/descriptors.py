@@ -52,13 +52,13 @@ class EngineDescriptor:
     """Modules that a replica's launcher imports before it forks the replica. They must start neither a thread nor
     CUDA."""
     follower: str = ""
-    """`module:class` of the `services.rollout.nodes.engine_share.EngineShare`, by which the engine's workers run on
+    """`module:class` of the `services.rollout.nodes.follower.EngineShare`, by which the engine's workers run on
     further hosts; empty where the engine lies on one host."""
     scoring: str = ""
-    """`module:class` of the `services.rollout.pool_engine.ScoringEngine`, by which the engine scores for a pool; empty
+    """`module:class` of the `services.rollout.engine.ScoringEngine`, by which the engine scores for a pool; empty
     where it cannot."""
     replies: str = ""
-    """`module:class` of the `services.rollout.pool_engine.ReplyEngine`, by which it replies for a pool; empty where it
+    """`module:class` of the `services.rollout.engine.ReplyEngine`, by which it replies for a pool; empty where it
     cannot."""
     other_problem: Callable[[], str] = field(default=lambda: "")
     """Why the installed engine cannot run, with the fix; empty where it can."""

@@ -31,9 +31,9 @@ from millrace.wire.address import (
 from millrace.wire.channel import Peer
 from services.rollout.engines import probe
 from services.rollout.engines.lifeline import kill_descendants
-from services.rollout.member.health import watch
-from services.rollout.member.process import Ending, MemberProcess, Reached, signals
+from services.rollout.member.process import Ending, MemberProcess, Reached, signals, watch
 from services.rollout.nodes.leader import Leader
+from services.rollout.nodes.leader import servicers as nodes_servicers
 from services.rollout.nodes.place import (
     NODE_LOST_S,
     LeaderOption,
@@ -44,10 +44,9 @@ from services.rollout.nodes.place import (
     set_network_environment,
 )
 from services.rollout.nodes.process import follow, meet
-from services.rollout.nodes.service import servicers as nodes_servicers
-from services.rollout.pools.process import check_pool_option
-from services.rollout.pools.process import serve as serve_pool
 from services.rollout.pools.replica import PoolReplica
+from services.rollout.pools.service import check_pool_option
+from services.rollout.pools.service import serve as serve_pool
 from services.rollout.replica import Replica
 from services.rollout.server import servicers
 from services.rollout.sessions.server import SessionServer

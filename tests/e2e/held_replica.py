@@ -21,7 +21,7 @@ import torch
 from millrace.weights.transfer.channels.channel import ChannelMessage, MessageExchange, PendingExchange
 from millrace.weights.transfer.pipeline import ReceivePipeline, SendPipeline
 from services.rollout.__main__ import app
-from services.rollout.weights.in_worker import outgoing, sharded
+from services.rollout.weights.in_worker import receiver, sharded
 from services.rollout.weights.receiver import Agreed, PublicationReceiver
 
 FOLDER = Path(sys.argv[1])
@@ -97,7 +97,7 @@ class HeldSending(SendPipeline):
 if __name__ in ("__main__", "__mp_main__"):
     for phase in ("prepare", "verify", "commit"):
         setattr(PublicationReceiver, phase, holding(phase))
-    sharded.ReceivePipeline, outgoing.SendPipeline = HeldReceiving, HeldSending  # type: ignore[misc]
+    sharded.ReceivePipeline, receiver.SendPipeline = HeldReceiving, HeldSending  # type: ignore[misc]
 
 if __name__ == "__main__":
     app(sys.argv[2:])

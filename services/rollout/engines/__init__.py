@@ -8,9 +8,8 @@ from millrace.descriptors import EngineDescriptor, imported
 from millrace.engines import ENGINES, unknown_engine
 from millrace.errors import InvalidState, NotFound
 from millrace.software import Probe
-from services.rollout.engine import Engine
+from services.rollout.engine import Engine, ReplyEngine, ScoringEngine
 from services.rollout.nodes.leader import Leader
-from services.rollout.pool_engine import ReplyEngine, ScoringEngine
 
 
 def probe(name: str) -> Probe:

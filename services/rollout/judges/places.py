@@ -11,8 +11,7 @@ from typing import Protocol
 from millrace.spec.judge import Judge
 from millrace.wire.channel import token
 from millrace.wire.reach import may_take_proxy
-from services.rollout.pools.client import PoolClient
-from services.rollout.pools.members import PoolMembers
+from services.rollout.pools.client import PoolClient, PoolMembers
 
 FAILED_S = 10.0
 """How long a replica that failed is asked only where all others have failed too."""

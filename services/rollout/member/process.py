@@ -1,21 +1,25 @@
-"""A replica as a process: its servers, its life as a member of the fleet, and how it ends."""
+"""A replica as a process: its servers, its life as a member of the fleet, whether its engine computes, how it ends."""
 
 import asyncio
 import multiprocessing
 import signal
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
+import structlog
 
+from millrace.errors import Unavailable
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsEndpoint
 from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
 from millrace.wire.address import bind_address
 from millrace.wire.channel import Peer
 from millrace.wire.membership import Membership
 from millrace.wire.server import Server
+from services.rollout.engine import Engine, EngineDied
 from services.rollout.member.endpoint import HttpEndpoint
 from services.rollout.member.member import FleetMember
 from services.rollout.member.metrics import MemberMetrics
@@ -162,3 +166,46 @@ async def _first(
     await asyncio.wait({*tasks, *waiting, stopped}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
     for task in (*waiting, stopped):
         task.cancel()
+
+
+log = structlog.get_logger(__name__)
+LOOKS = 4
+"""How often the engine is asked within the time that it may stand still."""
+
+
+class Watched(Protocol):
+    """A replica."""
+
+    @property
+    def ready_engine(self) -> Engine | None:
+        """The engine, while it is neither starting nor stopping; None otherwise."""
+
+
+async def watch(replica: Watched, limit_s: float, on_death: Callable[[EngineDied], None]) -> None:
+    """Asks the engine whether it still computes, until cancelled. Calls `on_death` where it has not answered for
+    `limit_s`, and returns."""
+    since, engine = time.monotonic(), None
+    while True:
+        await asyncio.sleep(limit_s / LOOKS)
+        if (now := replica.ready_engine) is None or now is not engine:
+            since, engine = time.monotonic(), now
+            continue
+        left_s = since + limit_s - time.monotonic()
+        if await _answers(engine, max(left_s, 0.0)):
+            since = time.monotonic()
+        elif replica.ready_engine is engine and time.monotonic() - since >= limit_s:
+            on_death(EngineDied(f"the engine has not finished a batch for {limit_s:g} s.", "see its log above."))
+            return
+
+
+async def _answers(engine: Engine, within_s: float) -> bool:
+    """Whether the engine answers in that time. A call that fails is an answer: what has ended is found elsewhere."""
+    asking = asyncio.ensure_future(engine.finish_batch())
+    await asyncio.wait({asking}, timeout=within_s)
+    if not asking.done():
+        asking.cancel()
+        return False
+    if isinstance(error := asking.exception(), Unavailable):
+        log.warning("the engine does not answer", error=str(error))
+        return False
+    return True

@@ -5,19 +5,42 @@ import socket
 import time
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Protocol
 
 import structlog
 
 from millrace import hub
 from millrace.contracts.methods import NodesRpc
 from millrace.contracts.v1 import nodes_pb2
+from millrace.descriptors import imported
+from millrace.engines import ENGINES
 from millrace.errors import Fenced, InvalidJob, InvalidRequest, InvalidState, MillraceError, Unavailable
 from millrace.ids import new_member_id
-from millrace.spec import received
+from millrace.spec import JobSpec, received
 from millrace.wire import last_words
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
-from services.rollout.nodes.engine_share import EngineShare
 from services.rollout.nodes.place import EngineStart, Place
+
+
+class EngineShare(Protocol):
+    """The workers of one node. All methods are called on one event loop and do not block it."""
+
+    async def start(self, spec: JobSpec, start: EngineStart) -> None:
+        """Starts the workers, which meet those of the other nodes. Raises InvalidJob for what the job asks wrongly,
+        Unavailable where they do not start, or `stop` was called meanwhile."""
+
+    async def died(self) -> str:
+        """Waits until a worker has ended by itself; says which, and how. Called once the workers have started."""
+
+    async def stop(self) -> None:
+        """Ends every process of the share, also while it starts. Idempotent."""
+
+
+def create(engine: str) -> EngineShare:
+    """The share of an engine that lies on several hosts. It has no workers yet."""
+    share: EngineShare = imported(ENGINES[engine].follower)()
+    return share
+
 
 log = structlog.get_logger(__name__)
 RETRY_S = 0.5

@@ -1,16 +1,17 @@
-"""The leader: which followers have joined, what they are to do, and whether they are alive."""
+"""The leader: which followers have joined, what they are to do, whether they are alive; and its gRPC service."""
 
 import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+import grpc
 import structlog
 
-from millrace.contracts.v1 import nodes_pb2
+from millrace.contracts.v1 import nodes_pb2, nodes_pb2_grpc
 from millrace.errors import Fenced, InvalidJob, InvalidState, Unavailable
 from millrace.local.ports import free_port
 from millrace.wire.address import host_address
@@ -289,3 +290,25 @@ class Leader:
 
 def _nodes(ranks: list[int]) -> str:
     return f"node{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class NodesServicer(nodes_pb2_grpc.NodesServicer):
+    """Serves one leader."""
+
+    def __init__(self, leader: Leader) -> None:
+        self._leader = leader
+
+    async def Join(self, request: nodes_pb2.JoinNodesRequest, context: Context) -> nodes_pb2.JoinNodesResponse:
+        return await self._leader.join(request)
+
+    async def Beat(self, request: nodes_pb2.NodeBeatRequest, context: Context) -> nodes_pb2.NodeBeatResponse:
+        return await self._leader.beat(request)
+
+
+def servicers(leader: Leader) -> Mapping[str, Callable[[grpc.aio.Server], None]]:
+    """The leader's service by its full name, for `millrace.wire.server.Server`."""
+    servicer = NodesServicer(leader)
+    return {"millrace.v1.Nodes": lambda server: nodes_pb2_grpc.add_NodesServicer_to_server(servicer, server)}

@@ -5,8 +5,7 @@ import asyncio
 from millrace.wire.channel import Peer
 from millrace.wire.membership import note_drained
 from services.rollout.member.member import CLOSE_S, FleetMember
-from services.rollout.nodes.engine_share import create
-from services.rollout.nodes.follower import Follower, FollowerEnd
+from services.rollout.nodes.follower import Follower, FollowerEnd, create
 from services.rollout.nodes.leader import LEAVE_S, Leader
 from services.rollout.nodes.place import Place
 

@@ -27,8 +27,7 @@ from services.rollout.dialects.requests import Answer, answered_or_refused, body
 from services.rollout.dialects.streams import streamed
 from services.rollout.dialects.turns import SampledTurn, Speaker
 from services.rollout.engine import Sampling
-from services.rollout.pools.conversation import Conversation
-from services.rollout.pools.replica import PoolReplica
+from services.rollout.pools.replica import Conversation, PoolReplica
 
 
 class ReplyRequest(ChatRequest):

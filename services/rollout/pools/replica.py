@@ -1,22 +1,25 @@
-"""One replica of a pool: the model that it holds, and the requests that it answers."""
+"""One replica of a pool: the model that it holds, and the requests that it answers. The model reads conversations by its
+own chat template and tokens."""
 
 import asyncio
 import inspect
 import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import structlog
+from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from millrace import hub
 from millrace.contracts.v1 import rollout_pb2
+from millrace.data.chat import Tokenizer
 from millrace.data.model_folder import vocabulary
 from millrace.errors import InvalidJob, InvalidRequest, InvalidState, NotFound, refused, wrong_value
 from millrace.ids import JobId, MemberId
@@ -26,11 +29,59 @@ from millrace.validation import limits
 from millrace.wire.arrays import TokenScores
 from services.rollout.dialects.refusals import Refusals, Refused
 from services.rollout.dialects.turns import SampledTurn
-from services.rollout.engine import EngineDied, Load
+from services.rollout.engine import (
+    EngineDied,
+    Load,
+    PoolEngine,
+    PoolModel,
+    ReplyEngine,
+    Sampling,
+    ScoringEngine,
+    TokenSequence,
+)
 from services.rollout.engines import create_replying, create_scoring, import_errors, import_transformers
 from services.rollout.member.member import FleetMember
-from services.rollout.pool_engine import PoolEngine, PoolModel, ReplyEngine, ScoringEngine, TokenSequence
-from services.rollout.pools.conversation import REFUSALS, Conversation, prompt_of, tokens_of
+
+REFUSALS = (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError)
+"""What tokenizers and chat templates raise for conversations that they cannot make into tokens."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages to which a model replies."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """The content of each as text."""
+    sampling: Sampling
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the model's chat template."""
+
+
+def tokens_of(prompt: Any, answer: str, tokenizer: Tokenizer, options: Mapping[str, Any]) -> NDArray[np.int32] | str:
+    """The tokens of a conversation, int32 [T], or why there are none. `prompt` is a list of messages, to which the
+    answer is added as the assistant's, or plain text that the answer follows."""
+    try:
+        if isinstance(prompt, str):
+            tokens = list(tokenizer.encode(prompt + answer))
+        else:
+            messages = [*prompt, {"role": "assistant", "content": answer}]
+            tokens = _templated(messages, tokenizer, options, reply=False)
+    except REFUSALS as error:
+        return f"the reward model's tokenizer refuses the conversation: {error}"
+    return np.asarray(tokens, np.int32) if tokens else "the conversation has no tokens"
+
+
+def prompt_of(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, options: Mapping[str, Any]) -> list[int]:
+    """The tokens after which the model replies to the messages. Raises one of REFUSALS."""
+    return _templated(messages, tokenizer, options, reply=True)
+
+
+def _templated(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, options: Mapping[str, Any], *, reply: bool
+) -> list[int]:
+    arguments = {**options, "add_generation_prompt": reply, "tokenize": True, "return_dict": False}
+    return list(tokenizer.apply_chat_template(list(messages), **arguments))
+
 
 log = structlog.get_logger(__name__)
 WAITING = 4

@@ -1,7 +1,8 @@
-"""The gRPC service of a pool's replica: translation between the wire and the replica."""
+"""A pool's replica as a process: its gRPC service, which translates between the wire and the replica, and its life."""
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -9,10 +10,17 @@ import grpc
 import numpy as np
 
 from millrace.contracts.v1 import rollout_pb2, scoring_pb2, scoring_pb2_grpc
-from millrace.errors import InvalidRequest
+from millrace.errors import InvalidRequest, InvalidState
 from millrace.ids import JobId
+from millrace.spec.pool import LONGEST_NAME, NAME, ROLLOUT
 from millrace.wire.arrays import unpack_tokens
-from services.rollout.pool_engine import TokenSequence
+from millrace.wire.channel import Peer, token
+from services.rollout.engine import TokenSequence
+from services.rollout.engines import create_scoring
+from services.rollout.member.endpoint import HttpEndpoint
+from services.rollout.member.metrics import MemberMetrics
+from services.rollout.member.process import MemberProcess, Reached, signals
+from services.rollout.pools.endpoint import application
 from services.rollout.pools.replica import PoolReplica
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -103,3 +111,26 @@ def servicers(replica: PoolReplica) -> Mapping[str, Callable[[grpc.aio.Server], 
     """The replica's service by its full name, for `millrace.wire.server.Server`."""
     servicer = ScoringServicer(replica)
     return {"millrace.v1.Scoring": lambda server: scoring_pb2_grpc.add_ScoringServicer_to_server(servicer, server)}
+
+
+def check_pool_option(pool: str, engine: str, nodes: int) -> None:
+    """Checks the option --pool of a replica's process. Raises NotFound and InvalidState."""
+    if pool == ROLLOUT:
+        return
+    if re.fullmatch(NAME, pool) is None or len(pool) > LONGEST_NAME:
+        fix = "use small letters, digits, _ and -, as in the job's pools."
+        raise InvalidState(f"--pool: {pool}: is not the name of a pool.", fix)
+    create_scoring(engine)
+    if nodes > 1:
+        raise InvalidState("--nodes: a replica of a pool lies on one host.", "leave it out.")
+
+
+async def serve(replica: PoolReplica, reached: Reached) -> int:
+    """Serves until the replica is told to stop, or its engine dies; returns the exit status. Raises MillraceError if
+    the coordinator refuses the replica."""
+    http = HttpEndpoint(application(replica, token()), reached.bind, reached.sessions_port)
+    coordinator, metrics = Peer(reached.coordinator), MemberMetrics(replica)
+    process = MemberProcess(replica, reached, coordinator, servicers(replica), metrics, http)
+    await process.start()
+    await process.live(signals())
+    return await process.stop()

@@ -2,14 +2,25 @@
 
 import asyncio
 import hmac
+import socket
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from services.rollout.dialects.refusals import Refusals, Refused
-from services.rollout.sessions.commands.endpoint import Endpoint
 from services.rollout.sessions.metrics import SessionMetrics
 from services.rollout.sessions.session import Session
+
+
+class Endpoint(Protocol):
+    """The server of the sessions."""
+
+    url: str
+    """The endpoint's address, `http://host:port`."""
+
+    async def serve_also(self, listener: socket.socket) -> asyncio.Server:
+        """Answers requests at another listening socket too, until the server that is returned is closed."""
 
 
 class OpenSessions:

@@ -14,8 +14,8 @@ from millrace.spec.environment import Agent, Environment
 from services.rollout.dialects.refusals import Refusals, Refused
 from services.rollout.engine import Engine, Sampling
 from services.rollout.episode.chat import Chat
+from services.rollout.episode.growing import Strand
 from services.rollout.episode.slots import EpisodeSlot
-from services.rollout.sessions.strands import Strand
 
 MOST_CHATS = 256
 """Sets of tools of which the chat format is kept."""

@@ -17,9 +17,9 @@ from services.rollout.engine import Sample, Sampling, StopReason
 from services.rollout.episode.chat import Message
 from services.rollout.episode.conversation import Conversation
 from services.rollout.episode.episode import Episode, Prompt, Trajectory
+from services.rollout.episode.growing import Strand, TokenStrand
 from services.rollout.scoring.scored import Scored
 from services.rollout.sessions.policy import ESCAPED, LARGE, Policy
-from services.rollout.sessions.strands import Strand, TokenStrand
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Strand)

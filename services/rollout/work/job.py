@@ -20,9 +20,8 @@ from services.rollout.judges.scorer import JudgeScorer
 from services.rollout.pools.client import PoolClient
 from services.rollout.pools.rewards import PoolScorer
 from services.rollout.pools.teacher import Teacher
-from services.rollout.scoring.pool import ScoringPool
-from services.rollout.scoring.reward import RewardScorer
-from services.rollout.sessions.commands.program import check_command
+from services.rollout.scoring.pool import RewardScorer, ScoringPool
+from services.rollout.sessions.commands.run import check_command
 
 
 class Job:

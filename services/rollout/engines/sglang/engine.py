@@ -41,12 +41,54 @@ from services.rollout.engines.sglang import options as sglang_options
 from services.rollout.engines.sglang.adapter import NAME, lora_reference
 from services.rollout.engines.sglang.launch import lives, set_environment, shut_down, start_engine
 from services.rollout.engines.sglang.options import MARK
-from services.rollout.engines.sglang.scheduler_stats import SchedulerStats
 from services.rollout.engines.sglang.worker_methods import SglangMethods
 from services.rollout.engines.versioned import VersionedEngine, samples_that_fit
 from services.rollout.nodes.leader import Leader
 from services.rollout.nodes.place import EngineStart
 from services.rollout.weights.worker_rpc import SOCKET, WorkerRpc
+
+
+class SchedulerStats:
+    """The numbers of one engine. Unlike SGLang's own metrics they need no `enable_metrics`."""
+
+    def __init__(self) -> None:
+        self._reader: Any = None
+        self._prompt_tokens = self._cached_prompt_tokens = 0
+
+    def attach(self, manager: Any) -> None:
+        """`manager`: the tokenizer manager of an SGLang engine. A release without a reader tells nothing."""
+        self._reader = getattr(manager, "load_snapshot_reader", None)
+
+    def answered(self, prompt_tokens: int, meta: dict[str, Any]) -> None:
+        """Counts a finished request. `meta`: the `meta_info` of SGLang's answer. Tokens that are prefilled again after
+        a pause are not counted again."""
+        self._prompt_tokens += prompt_tokens
+        self._cached_prompt_tokens += int(meta.get("cached_tokens") or 0)
+
+    @property
+    def now(self) -> EngineStats | None:
+        """The newest numbers of all schedulers that tell theirs: one for all ranks of a model, or one for each of the
+        data-parallel copies, of which `cache_used` is that of the fullest. None before the first snapshot."""
+        # The schedulers make an empty snapshot, of time 0, when they start.
+        told = [] if self._reader is None else [one for one in self._reader.read_all() if one.timestamp]
+        if not told:
+            return None
+        return EngineStats(
+            running=sum(one.num_running_reqs for one in told),
+            waiting=sum(one.num_waiting_reqs for one in told),
+            cache_used=max(map(_cache_used, told)),
+            prompt_tokens=self._prompt_tokens,
+            cached_prompt_tokens=self._cached_prompt_tokens,
+        )
+
+
+def _cache_used(snapshot: Any) -> float:
+    """Share of a scheduler's cache that running requests hold. SGLang rounds `token_usage` to four digits, which hides
+    a few samples in a cache of millions of tokens; but it alone is that of the fullest cache of a model that has
+    several, as with a sliding window."""
+    used: float = snapshot.num_used_tokens / max(1, snapshot.max_total_num_tokens)
+    return max(float(snapshot.token_usage), used)
+
 
 log = structlog.get_logger(__name__)
 SOFTWARE = ENGINES["sglang"].software

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from millrace.errors import InvalidState
 from millrace.ids import Version
 from services.rollout.engine import EngineDied, Sample, Sampling, StopReason, VersionSpan
-from services.rollout.engines.transformers.decode_batch import DecodeBatch
+from services.rollout.engines.transformers.decode_batch import DecodeBatch, Routing
 from services.rollout.engines.transformers.distribution import draw, processed_logprobs
-from services.rollout.engines.transformers.routing import Routing
 
 
 @dataclass(eq=False)

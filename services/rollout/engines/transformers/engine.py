@@ -69,9 +69,9 @@ class TransformersEngine(VersionedEngine):
         import torch
         from transformers import AutoTokenizer
 
+        from services.rollout.engines.transformers.decode_batch import Routing
         from services.rollout.engines.transformers.decoding import DecodeLoop, Endings
         from services.rollout.engines.transformers.model import StoredModel, random_model
-        from services.rollout.engines.transformers.routing import Routing
         from services.rollout.weights.in_worker.receiver import WeightReceiver
 
         options = _options(spec)

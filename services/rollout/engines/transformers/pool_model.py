@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from millrace.errors import InvalidJob, refused
 from millrace.spec.pool import PoolTask
-from services.rollout.engine import compute_threads
-from services.rollout.pool_engine import PoolModel
+from services.rollout.engine import PoolModel, compute_threads
 
 
 def load(model: PoolModel, device: str, attn_implementation: str) -> Any:

@@ -14,10 +14,9 @@ from millrace.errors import InvalidState
 from millrace.ids import Version
 from millrace.validation import limits
 from millrace.validation.mistakes import options as checked_options
-from services.rollout.engine import Sample, Sampling, end_of_turn
+from services.rollout.engine import PoolModel, Sample, Sampling, end_of_turn
 from services.rollout.engines.transformers import scoring
 from services.rollout.engines.transformers.decode_thread import DecodeThread
-from services.rollout.pool_engine import PoolModel
 
 
 class Options(scoring.Options):

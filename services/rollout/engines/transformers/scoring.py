@@ -14,8 +14,7 @@ from millrace.data.model_folder import context
 from millrace.engines import ENGINES
 from millrace.validation.mistakes import options as checked_options
 from millrace.wire.arrays import TokenScores
-from services.rollout.engine import EngineDied
-from services.rollout.pool_engine import PoolModel, TokenSequence
+from services.rollout.engine import EngineDied, PoolModel, TokenSequence
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,17 +7,19 @@ AsyncLLM starts several processes: EngineCore, and one Worker for each rank. The
 import asyncio
 import gc
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
 import structlog
 
 from millrace.engines import ENGINES
-from millrace.errors import InvalidState
+from millrace.errors import InvalidState, Unavailable
 from millrace.ids import Version
 from millrace.megatron.architectures import read_shape
 from millrace.spec import JobSpec
@@ -40,11 +42,130 @@ from services.rollout.engines.vllm.adapter import lora_request
 from services.rollout.engines.vllm.environment import before_start, set_cpu_environment
 from services.rollout.engines.vllm.processes import kill_engine, shut_down, start_errors
 from services.rollout.engines.vllm.sampling import is_whole, parameters, stop_reason
-from services.rollout.engines.vllm.scheduler_stats import SchedulerStats
 from services.rollout.engines.vllm.versions import VersionMarks
-from services.rollout.engines.vllm.workers import VllmWorkers
 from services.rollout.nodes.leader import Leader
 from services.rollout.nodes.place import EngineStart
+from services.rollout.weights.worker_messages import Request, decode_reply, encode
+from services.rollout.weights.worker_methods import BETWEEN_BATCHES
+from services.rollout.weights.worker_rpc import RPC_S, WorkerRpc
+
+
+class SchedulerStats:
+    """Stands where AsyncLLM has its loggers of statistics, and keeps the last numbers."""
+
+    def __init__(self) -> None:
+        self.last: EngineStats | None = None
+        """None before the first step."""
+        self.last_step_s = 0.0
+        """When the last step's tokens arrived (time.perf_counter())."""
+        self._prompt_tokens = self._cached_prompt_tokens = self._preempted = 0
+        self._cleared = self._cleared_left = 0
+        """Requests whose keys and values were cleared by a pause; those of them that may not have begun again yet."""
+        self._others: Any = None
+
+    @property
+    def idle(self) -> EngineStats:
+        """The numbers of an engine that has nothing to do."""
+        return EngineStats(0, 0, 0.0, self._prompt_tokens, self._cached_prompt_tokens, self._preempted)
+
+    def attach(self, llm: Any, *, others: bool) -> None:
+        """Takes the place of the loggers of an AsyncLLM that was built with statistics and has not generated yet.
+        `others`: whether the loggers go on, as the job asks for them; otherwise single outputs are not looked at."""
+        if others:
+            self._others = llm.logger_manager
+        else:
+            llm.log_stats = llm.output_processor.log_stats = False
+        llm.logger_manager = self
+
+    def cleared(self, requests: int) -> None:
+        """A pause made all running requests, at most `requests`, give up their keys and values. vLLM preempts them for
+        that, and counts them like those for which its cache had no room."""
+        self._cleared = self._cleared_left = requests
+
+    def record(self, *arguments: Any, scheduler_stats: Any = None, **named: Any) -> None:
+        """Called by AsyncLLM with the outputs of each step."""
+        self.last_step_s = time.perf_counter()
+        if scheduler_stats is not None:
+            waiting = scheduler_stats.num_waiting_reqs + getattr(scheduler_stats, "num_skipped_waiting_reqs", 0)
+            if (prompts := scheduler_stats.prefix_cache_stats) is not None:
+                self._prompt_tokens += prompts.queries
+                self._cached_prompt_tokens += prompts.hits
+                self._count_preempted(prompts.preempted_requests, waiting)
+            running, used = scheduler_stats.num_running_reqs, float(scheduler_stats.kv_cache_usage)
+            self.last = replace(self.idle, running=running, waiting=waiting, cache_used=used)
+        if self._others is not None:
+            self._others.record(*arguments, scheduler_stats=scheduler_stats, **named)
+
+    def _count_preempted(self, begun_again: int, waiting: int) -> None:
+        """`begun_again`: preempted requests that have a slot again since the last step. Those that a pause preempted
+        come first, so that none of them is left once nothing waits."""
+        by_pause = min(begun_again, self._cleared_left)
+        self._preempted += begun_again - by_pause
+        self._cleared_left -= by_pause
+        if self._cleared_left < self._cleared and waiting == 0:
+            self._cleared = self._cleared_left = 0
+
+    def __getattr__(self, name: str) -> Any:
+        """What else AsyncLLM calls of its loggers: theirs, or nothing."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _nothing if self._others is None else getattr(self._others, name)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Does nothing."""
+
+
+Arguments = TypeVarTuple("Arguments")
+Answer = TypeVar("Answer")
+
+
+class VllmWorkers:
+    """See `Workers`. vLLM's own call is answered by the thread that generates, between two batches."""
+
+    def __init__(self) -> None:
+        self._rpc = WorkerRpc("vLLM")
+        self._llm: Any = None
+
+    async def listen(self, host: str = "") -> str:
+        """Where the workers are to connect: see `WorkerRpc.listen`."""
+        return await self._rpc.listen(host)
+
+    async def connect(
+        self, llm: Any, place: str, adapter: AdapterShape | None, workers: int, within_s: float
+    ) -> list[list[str]]:
+        """Has every worker of `llm`, an AsyncLLM, connect and make a place for `adapter`. Answers, for each worker, the
+        names of the layers whose adapter has no place there. Raises Unavailable where one does not connect in time."""
+        self._llm = llm
+        shape = "" if adapter is None else adapter.encode()
+        unplaced = await self._between_batches("millrace_connect", (place, shape), "connect")
+        await self._rpc.wait_for_workers(workers, within_s)
+        return unplaced
+
+    async def ask(
+        self, method: Callable[[Any, *Arguments], Answer], *arguments: *Arguments, paused: bool = False
+    ) -> list[Answer]:
+        """See `Workers`."""
+        if not paused and method not in BETWEEN_BATCHES:
+            return await self._rpc.ask(method, *arguments)
+        name = method.__name__
+        request = encode(Request(0, name, arguments, paused, float("inf")))
+        replies = await self._between_batches("millrace_call", (request,), name)
+        return [decode_reply(reply).result(method) for reply in replies]
+
+    async def _between_batches(self, method: str, arguments: tuple[str | bytes, ...], name: str) -> list[Any]:
+        """Calls a method of `WorkerExtension` in every worker. `name` is for the error where one does not answer."""
+        try:
+            async with asyncio.timeout(RPC_S):
+                return list(await self._llm.collective_rpc(method, args=arguments))
+        except TimeoutError as error:
+            raise Unavailable(f"vLLM's workers did not answer {name} within {RPC_S:g} s.") from error
+
+    async def close(self) -> None:
+        """Closes the connections and forgets the AsyncLLM. Idempotent."""
+        self._llm = None
+        await self._rpc.close()
+
 
 log = structlog.get_logger(__name__)
 SOFTWARE = ENGINES["vllm"].software

@@ -5,24 +5,43 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import tempfile
 from asyncio.subprocess import DEVNULL, STDOUT
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
-from millrace.errors import InvalidJob
+from millrace.errors import InvalidJob, refused
 from millrace.spec.environment import Agent
 from millrace.spec.model import Reward
 from millrace.wire.reach import past_proxies
-from services.rollout.sessions.commands.endpoint import Endpoint
-from services.rollout.sessions.commands.program import FIELD, code_of
 from services.rollout.sessions.commands.worker import LONGEST_TAIL
+from services.rollout.sessions.open_sessions import Endpoint
 from services.rollout.sessions.session import AgentFailed, Session
 from services.rollout.user_process.pool import START_TIMEOUT_S
 from services.rollout.user_process.process import ScoringProcess, Setup, WorkerDied
+
+FIELD = "rollout.agent.command"
+
+
+def check_command(agent: Agent) -> None:
+    """Raises InvalidJob where there is no such program here."""
+    if agent.command and shutil.which(agent.command[0]) is None:
+        fix = "give the absolute path of a program that every replica's host has, or its name in their PATH."
+        raise refused(FIELD, agent.command[0], "there is no such program", fix)
+
+
+def code_of(command: Sequence[str]) -> list[str]:
+    """The files and folders that the words of a command name, and the virtual environment that a program lies in."""
+    program = shutil.which(command[0])
+    named = [Path(word) for word in [program or "", *command[1:]] if os.path.isabs(word) and os.path.exists(word)]
+    roots = [path.parents[1] for path in named if (path.parent.parent / "pyvenv.cfg").is_file()]
+    return [str(path) for path in [*named, *roots]]
+
 
 LONGEST_ROW = 100_000
 """Bytes of MILLRACE_PROMPT. The kernel takes no longer variable than 128 KiB."""

@@ -1,6 +1,6 @@
 """The model of one engine worker as the receiver sees it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -8,7 +8,45 @@ import torch
 
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.manifest import Content, Manifest
-from services.rollout.weights.in_worker.derived_tensors import DerivedTensors
+
+NAMES = ("W_UK_T", "W_UV", "W_UK_T_dcp_qrep")
+
+
+class DerivedTensors:
+    """The derived tensors of one model."""
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        """`model` is a torch module that its engine has loaded for `dtype`."""
+        self._dtype = dtype
+        self._recompute = getattr(model, "post_load_weights", None)
+        modules = [(path, module) for path, module in model.named_modules() if any(_derived_of(module))]
+        self.names = frozenset(f"{path}.{name}" for path, module in modules for name, _ in _derived_of(module))
+        """Their names among the model's parameters, where they are parameters."""
+        loaded = {_storage(p) for name, p in model.named_parameters() if name not in self.names}
+        self._copies = [m for _, m in modules if any(_storage(tensor) not in loaded for _, tensor in _derived_of(m))]
+
+    def update(self) -> None:
+        """Computes them from the parameters as they are now. Only while generation is paused."""
+        with torch.no_grad():
+            for module in self._copies:
+                before = list(_derived_of(module))
+                module.process_weights_after_loading(self._dtype)
+                for name, tensor in before:
+                    if (now := getattr(module, name)).data_ptr() != tensor.data_ptr():
+                        tensor.copy_(now)
+                        setattr(module, name, tensor)
+            if self._recompute is not None:
+                self._recompute()
+
+
+def _derived_of(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in NAMES:
+        if isinstance(tensor := getattr(module, name, None), torch.Tensor):
+            yield name, tensor
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class LoadedPart(Protocol):

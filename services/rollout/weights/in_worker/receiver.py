@@ -6,23 +6,116 @@ generation is paused, by the thread that generates.
 """
 
 import threading
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Protocol
+
+import torch
 
 from millrace.contracts.v1 import weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
+from millrace.weights.plans.wire_layouts import Planner
+from millrace.weights.transfer.channels.channel import Channel, MessageExchange
 from millrace.weights.transfer.channels.rendezvous import nccl_id
 from millrace.weights.transfer.checksum import checksum
+from millrace.weights.transfer.delta.exchange import ReceivingDeltas
+from millrace.weights.transfer.pipeline import ReceivedMessages, ReceivePipeline, SendPipeline
+from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.address import host_name
-from services.rollout.weights.in_worker.delta import DeltaPath
 from services.rollout.weights.in_worker.gather_broadcast import GatherBroadcastPath
-from services.rollout.weights.in_worker.incoming import IncomingPath, IncomingTransfer
 from services.rollout.weights.in_worker.model import LoadedPart, WorkerModel, part_of
-from services.rollout.weights.in_worker.outgoing import OutgoingTransfer
-from services.rollout.weights.in_worker.sharded import ShardedPath
+from services.rollout.weights.in_worker.sharded import IncomingShards, ShardedPath
+from services.rollout.weights.in_worker.transfer_thread import TransferThread
 from services.rollout.weights.in_worker.worker_layout import WorkerLayout
 from services.rollout.weights.transfer_request import NO_PLAN, TransferRequest, nothing_prepared
 from services.rollout.weights.worker_methods import Described, Placed, Prepared, Received, Sent
+
+
+class OutgoingTransfer:
+    """Everything that takes a while, the planning too, is done in its thread: the engine generates meanwhile."""
+
+    def __init__(self, request: TransferRequest, rank: int, memory: Memory) -> None:
+        """`memory` holds the boxes that the request names for sender `rank`."""
+        self.session = PublicationSession()
+        self._request = request
+        self._rank = rank
+        self._memory = memory
+        self._thread = TransferThread(request, rank, self._send, memory.device, self.session)
+
+    def begin(self) -> None:
+        """Starts sending and returns at once."""
+        self._thread.begin()
+
+    def wait(self, at_most_s: float | None = None) -> Sent | None:
+        """Waits for the last byte to be sent; None where it is not in time. Raises PublicationFailed where it will not
+        be."""
+        return self._thread.wait(at_most_s)
+
+    def close(self) -> None:
+        """Ends what is under way; returns once nothing reads the memory any more."""
+        self._thread.close()
+
+    def _send(self, channel: Channel) -> Sent:
+        plan = Planner().plan(self._request.manifest, self._request.layouts)
+        device = self._memory.device
+        # A new thread starts on the first GPU, whichever GPU its engine uses.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            pipeline = SendPipeline(plan, self._rank, self._memory)
+            sums, times = pipeline.run(channel)
+        return Sent(tuple(sums.items()), times.pack_s, times.verify_s, pipeline.slot_bytes)
+
+
+class IncomingTransfer(Protocol):
+    """One version on its way into one worker. It is begun, waited for and placed, in this order, or closed."""
+
+    def begin(self) -> None:
+        """Starts receiving in a thread and returns at once."""
+
+    def wait(self, at_most_s: float | None = None) -> Received | None:
+        """Waits for the last byte; None where it is not there in time. Raises PublicationFailed where it will not
+        come."""
+
+    def place(self) -> Placed:
+        """Puts what was received in place and compares it there. Only while generation is paused."""
+
+    def close(self) -> None:
+        """Ends what is under way: nothing is written after this."""
+
+
+class IncomingPath(Protocol):
+    """One path. It keeps from version to version what the next transfer can use."""
+
+    def prepare(self, request: TransferRequest, rank: int) -> Prepared:
+        """Checks a coming transfer, in which this worker has `rank`. Raises PublicationFailed where it does not fit."""
+
+    def transfer(self, request: TransferRequest, rank: int, *, shadow: bool) -> IncomingTransfer:
+        """Makes memory ready for a transfer that was prepared: for the whole version with `shadow`, else for a few
+        messages at a time. Raises PublicationFailed where there is none."""
+
+
+class DeltaPath:
+    """See `IncomingPath`. A delta is received by the pipeline of the sharded path and over its communicator: only what
+    a message is made of differs."""
+
+    def __init__(self, sharded: ShardedPath) -> None:
+        self._sharded = sharded
+
+    def prepare(self, request: TransferRequest, rank: int) -> Prepared:
+        """See `IncomingPath`."""
+        return self._sharded.prepare(request, rank)
+
+    def transfer(self, request: TransferRequest, rank: int, *, shadow: bool) -> IncomingShards:
+        """See `IncomingPath`."""
+
+        def receive(pipeline: ReceivePipeline, channel: MessageExchange) -> ReceivedMessages:
+            exchange = ReceivingDeltas(channel, pipeline.stream)
+            received = pipeline.run(exchange, onto_base=bool(request.base))
+            return replace(received, times=replace(received.times, code_s=exchange.decode_s))
+
+        return self._sharded.transfer(request, rank, shadow=shadow, receive=receive)
+
 
 WAIT_S = 0.05
 """How long one call waits for the end of a transfer."""

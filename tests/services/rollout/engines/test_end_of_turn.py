@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from services.rollout.pool_engine import PoolModel
 
 from millrace.errors import InvalidJob
 from millrace.spec.pool import Pool, PoolTask
 from services.rollout.engine import end_of_turn
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.transformers.replies import TransformersReplies
-from services.rollout.pool_engine import PoolModel
 from tests.models import byte_tokenizer, save_tiny_model
 from tests.services.rollout.conftest import Run
 from tests.services.rollout.jobs import job_spec

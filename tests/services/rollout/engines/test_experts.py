@@ -15,7 +15,7 @@ from millrace.errors import InvalidJob
 from millrace.weights.plans.manifest import Manifest
 from services.rollout.engine import Engine, Sample, Sampling
 from services.rollout.engines import create
-from services.rollout.engines.transformers.routing import Routing
+from services.rollout.engines.transformers.decode_batch import Routing
 from tests.models import byte_tokenizer
 from tests.sender import Sender
 from tests.services.rollout.conftest import Run

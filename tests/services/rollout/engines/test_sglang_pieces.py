@@ -22,7 +22,7 @@ from services.rollout.engines import probe
 from services.rollout.engines.options import check_name
 from services.rollout.engines.sglang import engine
 from services.rollout.engines.sglang import options as sglang_options
-from services.rollout.engines.sglang.scheduler_stats import SchedulerStats
+from services.rollout.engines.sglang.engine import SchedulerStats
 from services.rollout.engines.sglang.worker import LABEL, SchedulerRpc, relabel
 from services.rollout.engines.sglang.worker_methods import SglangMethods
 from services.rollout.nodes.place import EngineStart

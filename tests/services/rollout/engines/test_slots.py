@@ -2,13 +2,13 @@
 
 import pytest
 
-from services.rollout.engines import slots
-from services.rollout.engines.slots import Slots
+from services.rollout.engines import versioned
+from services.rollout.engines.versioned import Slots
 
 
 def test_samples_get_slots_in_the_order_in_which_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(slots.time, "monotonic", lambda: now)
+    monkeypatch.setattr(versioned.time, "monotonic", lambda: now)
     engine = Slots(lambda: 2)
     first, second, third, fourth = (engine.enter() for _ in range(4))
     now = 3.0

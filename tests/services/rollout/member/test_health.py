@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.rollout.engines.transformers.engine import TransformersEngine
-from services.rollout.member.health import watch
+from services.rollout.member.process import watch
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.stack import Stack, play
 

@@ -10,9 +10,8 @@ from millrace.wire.channel import Peer
 from millrace.wire.server import Server
 from services.rollout.engine import EngineDied
 from services.rollout.nodes.follower import Follower, FollowerEnd
-from services.rollout.nodes.leader import Leader
+from services.rollout.nodes.leader import Leader, servicers
 from services.rollout.nodes.place import EngineStart, Place
-from services.rollout.nodes.service import servicers
 from tests.services.rollout.coordinator import until
 
 ENGINE = ("vllm", "0.1")

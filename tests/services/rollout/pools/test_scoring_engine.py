@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from millrace.errors import InvalidJob
 from millrace.spec.pool import Pool, PoolTask
+from services.rollout.engine import PoolModel, TokenSequence
 from services.rollout.engines import create_scoring
 from services.rollout.engines.transformers.scoring import TransformersScoring
-from services.rollout.pool_engine import PoolModel, TokenSequence
 from tests.models import save_reward_model
 from tests.services.rollout.reference import logits
 

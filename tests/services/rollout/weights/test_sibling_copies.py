@@ -17,7 +17,7 @@ from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.manifest import Content
 from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, PendingExchange
 from millrace.weights.transfer.pipeline import SendPipeline
-from services.rollout.weights.in_worker import outgoing
+from services.rollout.weights.in_worker import receiver as receiver_in_worker
 from tests.services.rollout.coordinator import JOB, configure, status, until
 from tests.services.rollout.jobs import job_spec
 from tests.services.rollout.parameters import engine_parameters
@@ -62,7 +62,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
         def run(self, channel: Channel) -> Any:
             return super().run(HeldChannel(channel, gate))
 
-    monkeypatch.setattr(outgoing, "SendPipeline", Held)
+    monkeypatch.setattr(receiver_in_worker, "SendPipeline", Held)
     return gate
 
 

@@ -1,6 +1,6 @@
 """Fewer slots are used where the engine's cache is too small, and more again where it is not."""
 
-from services.rollout.work.concurrency import Concurrency
+from services.rollout.work.leases import Concurrency
 
 
 def slots_over_time(capacity: int, fits: int, rounds: int, overshoot: int = 0) -> list[int]:

@@ -15,11 +15,11 @@ import structlog
 from millrace.engines import ENGINES
 from millrace.engines.vllm import SET_BY_REPLICAS
 from millrace.errors import InvalidJob
+from services.rollout.engine import PoolModel
 from services.rollout.engines.options import has_latents, mistake_in
 from services.rollout.engines.vllm.environment import before_start, set_cpu_environment
 from services.rollout.engines.vllm.options import CPU_KV_CACHE_BYTES, ON_LATENTS, without_broken_fusion
 from services.rollout.engines.vllm.processes import shut_down, start_errors
-from services.rollout.pool_engine import PoolModel
 
 log = structlog.get_logger(__name__)
 SOFTWARE = ENGINES["vllm"].software

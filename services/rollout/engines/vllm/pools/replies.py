@@ -9,10 +9,9 @@ import numpy as np
 
 from millrace.errors import InvalidState
 from millrace.ids import Version
-from services.rollout.engine import EngineDied, Sample, Sampling, StopReason, VersionSpan, end_of_turn
+from services.rollout.engine import EngineDied, PoolModel, Sample, Sampling, StopReason, VersionSpan, end_of_turn
 from services.rollout.engines.vllm.pools.engine import VllmPoolEngine, pool_arguments
 from services.rollout.engines.vllm.sampling import is_whole, parameters, stop_reason
-from services.rollout.pool_engine import PoolModel
 
 SEQUENCES_ON_CPU = 64
 

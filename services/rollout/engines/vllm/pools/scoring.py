@@ -12,9 +12,8 @@ from millrace.data.model_folder import context
 from millrace.errors import Unavailable, refused
 from millrace.spec.pool import PoolTask
 from millrace.wire.arrays import TokenScores
-from services.rollout.engine import EngineDied
+from services.rollout.engine import EngineDied, PoolModel, TokenSequence
 from services.rollout.engines.vllm.pools.engine import VllmPoolEngine, pool_arguments
-from services.rollout.pool_engine import PoolModel, TokenSequence
 
 EXTENSION = "services.rollout.engines.vllm.worker.ScoringExtension"
 PASS_TOKENS = 2048

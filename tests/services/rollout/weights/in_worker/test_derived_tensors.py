@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.rollout.weights.in_worker.derived_tensors import DerivedTensors
+from services.rollout.weights.in_worker.model import DerivedTensors
 
 HEADS, LATENT, KEY, VALUE = 2, 8, 3, 4
 
