@@ -56,7 +56,7 @@ ORDER = {
         judges
         pools sessions
         dialects engines environments
-        episode nodes pool_engine
+        episode nodes
         member scoring
         engine user_process
         weights

@@ -32,7 +32,8 @@ from millrace.wire.channel import Peer
 from services.rollout.engines import probe
 from services.rollout.engines.lifeline import kill_descendants
 from services.rollout.member.process import Ending, MemberProcess, Reached, signals, watch
-from services.rollout.nodes.leader import Leader
+from services.rollout.nodes.follower import follow
+from services.rollout.nodes.leader import Leader, meet
 from services.rollout.nodes.leader import servicers as nodes_servicers
 from services.rollout.nodes.place import (
     NODE_LOST_S,
@@ -43,7 +44,6 @@ from services.rollout.nodes.place import (
     Place,
     set_network_environment,
 )
-from services.rollout.nodes.process import follow, meet
 from services.rollout.pools.replica import PoolReplica
 from services.rollout.pools.service import check_pool_option
 from services.rollout.pools.service import serve as serve_pool

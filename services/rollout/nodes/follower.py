@@ -19,6 +19,9 @@ from millrace.ids import new_member_id
 from millrace.spec import JobSpec, received
 from millrace.wire import last_words
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
+from millrace.wire.membership import note_drained
+from services.rollout.member.member import CLOSE_S
+from services.rollout.nodes.leader import LEAVE_S
 from services.rollout.nodes.place import EngineStart, Place
 
 
@@ -224,3 +227,39 @@ class Follower:
         for_good = order.kind == nodes_pb2.NODE_ORDER_LEAVE
         log.info("the replica ends", reason=order.reason, for_good=for_good)
         return FollowerEnd.FOR_GOOD if for_good else FollowerEnd.REJOIN
+
+
+async def follow(
+    place: Place, engine: tuple[str, str], stops: asyncio.Queue[int], patience_s: float, drain_s: float
+) -> int:
+    """One follower from start to end; returns the exit status. `engine` is its name and release. A first signal drains
+    the replica, a second one, or `drain_s` after the first, ends this node. Raises as `Follower.run`."""
+    leader = Peer(place.address)
+    follower = Follower(leader, place, engine, create(engine[0]))
+    running = asyncio.create_task(follower.run(patience_s))
+    try:
+        if await _ended(running, stops, None):
+            return _status(running.result())
+        follower.drain()
+        if follower.joined and await _ended(running, stops, drain_s + CLOSE_S + LEAVE_S):
+            return _status(running.result())
+        return 0
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        await leader.close()
+
+
+async def _ended(running: asyncio.Task[FollowerEnd], stops: asyncio.Queue[int], within_s: float | None) -> bool:
+    """Whether the follower has ended before the next signal, and in time."""
+    stopping = asyncio.create_task(stops.get())
+    await asyncio.wait({running, stopping}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    return running.done()
+
+
+def _status(end: FollowerEnd) -> int:
+    if end is FollowerEnd.FOR_GOOD:
+        note_drained()
+        return 0
+    return 1

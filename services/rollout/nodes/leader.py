@@ -16,7 +16,9 @@ from millrace.errors import Fenced, InvalidJob, InvalidState, Unavailable
 from millrace.local.ports import free_port
 from millrace.wire.address import host_address
 from millrace.wire.channel import PROTOCOL_VERSION
+from millrace.wire.membership import note_drained
 from services.rollout.engine import EngineDied
+from services.rollout.member.member import FleetMember
 from services.rollout.nodes.place import EngineStart, Place
 
 log = structlog.get_logger(__name__)
@@ -312,3 +314,24 @@ def servicers(leader: Leader) -> Mapping[str, Callable[[grpc.aio.Server], None]]
     """The leader's service by its full name, for `millrace.wire.server.Server`."""
     servicer = NodesServicer(leader)
     return {"millrace.v1.Nodes": lambda server: nodes_pb2_grpc.add_NodesServicer_to_server(servicer, server)}
+
+
+async def meet(nodes: Leader, replica: FleetMember, stops: asyncio.Queue[int], patience_s: float) -> bool:
+    """Waits until all followers have joined; False where this process was told to stop first. Raises Unavailable where
+    they do not join within `patience_s`."""
+
+    def drain() -> None:
+        note_drained()  # without this follower the replica cannot come back
+        replica.drain()
+
+    nodes.on_lost, nodes.on_drain = replica.died_of, drain
+    whole = asyncio.create_task(nodes.whole(patience_s))
+    others = [asyncio.create_task(stops.get()), asyncio.create_task(replica.draining.wait())]
+    await asyncio.wait({whole, *others}, return_when=asyncio.FIRST_COMPLETED)
+    for task in others:
+        task.cancel()
+    if not whole.done():
+        whole.cancel()
+        return False
+    whole.result()
+    return True

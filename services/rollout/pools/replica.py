@@ -1,5 +1,5 @@
-"""One replica of a pool: the model that it holds, and the requests that it answers. The model reads conversations by its
-own chat template and tokens."""
+"""One replica of a pool: the model that it holds, and the requests that it answers. The model reads conversations by
+its own chat template and tokens."""
 
 import asyncio
 import inspect

@@ -16,7 +16,7 @@ from services.rollout.engine import Engine, Sampling
 from services.rollout.episode.chat import Chat
 from services.rollout.episode.episode import Episode, EpisodeFailed, Prompt
 from services.rollout.episode.slots import EpisodeSlot
-from services.rollout.sessions.commands.run import Ended, run
+from services.rollout.sessions.command import Ended, run
 from services.rollout.sessions.open_sessions import OpenSessions
 from services.rollout.sessions.policy import Chats, Policy
 from services.rollout.sessions.session import AgentFailed, Session

@@ -18,10 +18,9 @@ from services.rollout.episode.chat import Chat
 from services.rollout.episode.episode import Prompt
 from services.rollout.judges.scorer import JudgeScorer
 from services.rollout.pools.client import PoolClient
-from services.rollout.pools.rewards import PoolScorer
-from services.rollout.pools.teacher import Teacher
+from services.rollout.pools.scores import PoolScorer, Teacher
 from services.rollout.scoring.pool import RewardScorer, ScoringPool
-from services.rollout.sessions.commands.run import check_command
+from services.rollout.sessions.command import check_command
 
 
 class Job:

@@ -12,7 +12,7 @@ from millrace.drops import DropReason
 from millrace.errors import InvalidJob
 from millrace.spec.environment import Agent
 from services.rollout.episode.episode import Episode, EpisodeFailed
-from services.rollout.sessions.commands.run import check_command, code_of
+from services.rollout.sessions.command import check_command, code_of
 from services.rollout.sessions.episodes import UNSANDBOXED, check_allowed
 from tests.services.rollout.sessions.served import Served, served
 from tests.services.rollout.sessions.test_sessions import trained

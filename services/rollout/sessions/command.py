@@ -19,7 +19,7 @@ from millrace.errors import InvalidJob, refused
 from millrace.spec.environment import Agent
 from millrace.spec.model import Reward
 from millrace.wire.reach import past_proxies
-from services.rollout.sessions.commands.worker import LONGEST_TAIL
+from services.rollout.sessions.command_worker import LONGEST_TAIL
 from services.rollout.sessions.open_sessions import Endpoint
 from services.rollout.sessions.session import AgentFailed, Session
 from services.rollout.user_process.pool import START_TIMEOUT_S
@@ -68,7 +68,7 @@ class AgentSetup(Setup):
     channel: int
     """A socket, over which the sandbox hands out the one at which the session is reached there."""
     field: ClassVar[str] = FIELD
-    worker: ClassVar[str] = "services.rollout.sessions.commands.worker"
+    worker: ClassVar[str] = "services.rollout.sessions.command_worker"
 
     @property
     def descriptors(self) -> tuple[int, ...]:
