@@ -31,7 +31,7 @@ from millrace.garbage import collect_rarely
 from millrace.ids import Version
 from millrace.spec import parse
 from millrace.telemetry import logs
-from services.rollout.engine import Sample, Sampling, StopReason, VersionSpan
+from services.rollout.engine import Completion, Sampling, StopReason, VersionSpan
 from services.rollout.episode.chat import Chat
 from services.rollout.episode.episode import Prompt
 from services.rollout.episode.slots import Slots
@@ -54,14 +54,14 @@ class WaitingEngine:
         self._answer = np.array([*([65] * (tokens - 1)), 258], np.int32)
         self._seconds = seconds
 
-    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
         began = time.perf_counter()
         await asyncio.sleep(random.expovariate(1 / self._seconds))
         if (spent := ENGINE_SECONDS.get()) is not None:
             spent.append(time.perf_counter() - began)
         count = len(self._answer)
         spans, values = (VersionSpan(Version(0), 0, count),), np.full(count, -0.5, np.float32)
-        return Sample(self._answer, values, spans, StopReason.END_OF_TURN, "A" * (count - 1))
+        return Completion(self._answer, values, spans, StopReason.END_OF_TURN, "A" * (count - 1))
 
 
 class Timed:

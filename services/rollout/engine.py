@@ -25,7 +25,7 @@ from services.rollout.weights.engine_weights import EngineWeights
 
 
 class StopReason(Enum):
-    """Why a sample ended. The values are those of the protocol buffers."""
+    """Why a completion ended. The values are those of the protocol buffers."""
 
     END_OF_TURN = common_pb2.STOP_REASON_END_OF_TURN
     """The model produced an end-of-turn token."""
@@ -37,6 +37,8 @@ class StopReason(Enum):
 
 @dataclass(frozen=True)
 class Sampling:
+    """How a completion is sampled."""
+
     max_response_tokens: int
     temperature: float = 1.0
     """0 is greedy."""
@@ -56,7 +58,9 @@ class VersionSpan:
 
 
 @dataclass(frozen=True)
-class Sample:
+class Completion:
+    """What an engine generated for one request."""
+
     tokens: NDArray[np.int32]
     """[tokens], the end-of-turn token included where the model produced one."""
     logprobs: NDArray[np.float32]
@@ -122,9 +126,9 @@ class Engine(EngineWeights, Protocol):
     async def stop(self) -> None:
         """Ends every process and thread of the engine. Idempotent."""
 
-    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
-        """One sample. Cancelling the call aborts the request inside the engine. Raises InvalidState where no version is
-        in place, or none was for a while since the call began."""
+    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
+        """One completion. Cancelling the call aborts the request inside the engine. Raises InvalidState if no version
+        is in place, or none was for a while since the call began."""
 
     def load(self) -> Load:
         """Raises EngineDied where the engine has ended."""
@@ -223,6 +227,6 @@ class ScoringEngine(PoolEngine, Protocol):
 class ReplyEngine(PoolEngine, Protocol):
     """Replies to prompts."""
 
-    async def reply(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+    async def reply(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
         """A reply; its tokens are of version 0. Cancelling the call aborts it. Raises InvalidState where the engine
         stops."""

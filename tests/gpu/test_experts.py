@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.rollout.engine import Engine, Sample, Sampling
+from services.rollout.engine import Completion, Engine, Sampling
 from services.rollout.engines import create, probe
 from tests.models import byte_tokenizer
 from tests.sender import Sender
@@ -36,7 +36,7 @@ def bfloat16(folder: Path) -> dict[str, torch.Tensor]:
     return {name: t if "e_score" in name else t.bfloat16() for name, t in stored.items()}
 
 
-async def samples_of(engine: Engine, prompts: Sequence[list[int]], tokens: int) -> list[Sample]:
+async def samples_of(engine: Engine, prompts: Sequence[list[int]], tokens: int) -> list[Completion]:
     return list(await asyncio.gather(*(engine.generate(prompt, Sampling(tokens)) for prompt in prompts)))
 
 
@@ -55,7 +55,7 @@ def test_attention_on_latents_samples_from_the_version_that_came_last(kind: str,
     other = {key: (1.5 * t + 0.1).to(t.dtype) for key, t in tensors.items()}
     spec = job_spec(tmp_path, rollout={"dtype": "bfloat16", "engine_options": OPTIONS[name]})
 
-    async def scenario() -> list[Sample]:
+    async def scenario() -> list[Completion]:
         engine: Any = create(name)
         await engine.start(spec)
         try:
@@ -88,7 +88,7 @@ def test_experts_of_every_token_come_back(tmp_path: Path) -> None:
     )
     prompts = [PROMPT, [*PROMPT, *PROMPT], PROMPT[:4]]
 
-    async def scenario() -> list[Sample]:
+    async def scenario() -> list[Completion]:
         engine = create("vllm")
         await engine.start(spec)
         try:

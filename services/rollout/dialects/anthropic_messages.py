@@ -115,7 +115,7 @@ def _content(turn: SampledTurn) -> list[dict[str, Any]]:
 
 def message(request: MessagesRequest, speaker: Speaker, turn: SampledTurn) -> dict[str, Any]:
     """The answer to a request that does not stream."""
-    reason = STOP_REASONS[turn.sample.stop_reason]
+    reason = STOP_REASONS[turn.completion.stop_reason]
     return {
         "id": f"msg_{speaker.id}-{turn.number}",
         "type": "message",
@@ -124,7 +124,7 @@ def message(request: MessagesRequest, speaker: Speaker, turn: SampledTurn) -> di
         "content": _content(turn),
         "stop_reason": "tool_use" if turn.calls and reason == "end_turn" else reason,
         "stop_sequence": None,
-        "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": len(turn.sample.tokens)},
+        "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": len(turn.completion.tokens)},
     }
 
 

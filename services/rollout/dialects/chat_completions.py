@@ -12,7 +12,7 @@ from services.rollout.dialects.histories import history
 from services.rollout.dialects.refusals import Refused, openai_error
 from services.rollout.dialects.streams import event
 from services.rollout.dialects.turns import SampledTurn, Speaker, TurnRequest
-from services.rollout.engine import Sample, StopReason
+from services.rollout.engine import Completion, StopReason
 
 DONE = "data: [DONE]\n\n"
 """The end of a stream."""
@@ -74,7 +74,7 @@ def stops(given: Any) -> tuple[str, ...]:
 
 def finish_reason(turn: SampledTurn) -> str:
     """Why the turn ended, in OpenAI's words."""
-    if turn.sample.stop_reason is StopReason.LENGTH:
+    if turn.completion.stop_reason is StopReason.LENGTH:
         return "length"
     return "tool_calls" if turn.calls else "stop"
 
@@ -91,7 +91,7 @@ def message_of(turn: SampledTurn) -> dict[str, Any]:
 
 def usage(turn: SampledTurn) -> dict[str, int]:
     """Tokens of the request and of the turn."""
-    sampled = len(turn.sample.tokens)
+    sampled = len(turn.completion.tokens)
     return {
         "prompt_tokens": turn.prompt_tokens,
         "completion_tokens": sampled,
@@ -102,7 +102,7 @@ def usage(turn: SampledTurn) -> dict[str, int]:
 def completion(request: ChatRequest, speaker: Speaker, turn: SampledTurn) -> dict[str, Any]:
     """The answer to a request that does not stream."""
     choice = {"index": 0, "message": message_of(turn), "finish_reason": finish_reason(turn)}
-    choice["logprobs"] = logprobs(turn.sample, speaker.decode) if request.logprobs else None
+    choice["logprobs"] = logprobs(turn.completion, speaker.decode) if request.logprobs else None
     return {**_head(request, speaker, turn, "chat.completion"), "choices": [choice], "usage": usage(turn)}
 
 
@@ -113,7 +113,7 @@ def chunks(request: ChatRequest, speaker: Speaker, turn: SampledTurn) -> Iterato
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{name: whole[name]} for name in ("reasoning_content", "content") if whole.get(name)]
     deltas += [{"tool_calls": [{"index": number, **call}]} for number, call in enumerate(turn.calls)]
-    told = logprobs(turn.sample, speaker.decode) if request.logprobs else None
+    told = logprobs(turn.completion, speaker.decode) if request.logprobs else None
     for number, delta in enumerate(deltas):
         choice = {"index": 0, "delta": delta, "logprobs": told if number == len(deltas) - 1 else None}
         yield event({**head, "choices": [{**choice, "finish_reason": None}]})
@@ -137,7 +137,7 @@ def _head(request: ChatRequest, speaker: Speaker, turn: SampledTurn, kind: str) 
     }
 
 
-def logprobs(sample: Sample, decode: Callable[[Sequence[int]], str]) -> Mapping[str, Any]:
+def logprobs(completion: Completion, decode: Callable[[Sequence[int]], str]) -> Mapping[str, Any]:
     """The log-probability of each sampled token, nats."""
     return {
         "content": [
@@ -147,6 +147,6 @@ def logprobs(sample: Sample, decode: Callable[[Sequence[int]], str]) -> Mapping[
                 "bytes": list(text.encode()),
                 "top_logprobs": [],
             }
-            for token, value in zip(sample.tokens.tolist(), sample.logprobs.tolist(), strict=True)
+            for token, value in zip(completion.tokens.tolist(), completion.logprobs.tolist(), strict=True)
         ]
     }

@@ -113,8 +113,8 @@ def response(
     name = f"resp_{speaker.id}-{turn.number}"
     spoken = asked.messages[1:] if request.instructions else asked.messages
     histories[name] = [*spoken, message_of(turn)]
-    cut = turn.sample.stop_reason is StopReason.LENGTH
-    sampled = len(turn.sample.tokens)
+    cut = turn.completion.stop_reason is StopReason.LENGTH
+    sampled = len(turn.completion.tokens)
     return {
         "id": name,
         "object": "response",

@@ -43,10 +43,10 @@ async def streamed(
         _end(both)
         raise
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return StreamingResponse(_told(sampling, away, events, refused), 200, headers, "text/event-stream")
+    return StreamingResponse(_events(sampling, away, events, refused), 200, headers, "text/event-stream")
 
 
-async def _told(
+async def _events(
     sampling: asyncio.Task[SampledTurn], away: asyncio.Task[None], events: Events, refused: Callable[[Refused], str]
 ) -> AsyncIterator[str]:
     both = {sampling, away}

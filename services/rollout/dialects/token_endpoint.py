@@ -36,15 +36,15 @@ class GenerateRequest(BaseModel):
 
 def generated(request: GenerateRequest, speaker: Speaker, turn: SampledTurn) -> dict[str, Any]:
     """The answer: the very tokens that are trained, each with its log-probability (nats) and the weight versions."""
-    sample = turn.sample
-    values = zip(sample.tokens.tolist(), sample.logprobs.tolist(), strict=True)
+    completion = turn.completion
+    values = zip(completion.tokens.tolist(), completion.logprobs.tolist(), strict=True)
     content = [{"token": f"token_id:{token}", "token_id": token, "logprob": value} for token, value in values]
     choice = {
         "index": 0,
-        "token_ids": sample.tokens.tolist(),
+        "token_ids": completion.tokens.tolist(),
         "logprobs": {"content": content},
-        "finish_reason": "length" if sample.stop_reason is StopReason.LENGTH else "stop",
-        "weight_versions": [{"version": str(s.version), "start": s.start, "end": s.end} for s in sample.versions],
+        "finish_reason": "length" if completion.stop_reason is StopReason.LENGTH else "stop",
+        "weight_versions": [{"version": str(s.version), "start": s.start, "end": s.end} for s in completion.versions],
     }
     return {
         "request_id": request.request_id or f"generate-{speaker.id}-{turn.number}",

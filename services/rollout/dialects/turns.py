@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.rollout.engine import Sample
+from services.rollout.engine import Completion
 from services.rollout.episode.chat import Message
 
 
@@ -32,7 +32,7 @@ class SampledTurn:
     """The number of the turn in its session, from 0."""
     message: Message
     """The turn in the form in which the client gets it."""
-    sample: Sample
+    completion: Completion
     prompt_tokens: int
     engine_s: float
     """Seconds that the engine took for it."""

@@ -14,7 +14,7 @@ from millrace.spec.rollout import CachePolicy
 from millrace.weights.loader.misfits import tensors_untaken
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Manifest
-from services.rollout.engine import EngineDied, EngineStats, Load, Sample, Sampling
+from services.rollout.engine import Completion, EngineDied, EngineStats, Load, Sampling
 from services.rollout.weights.engine_weights import CommitReport, ReceiveReport, SendReport
 from services.rollout.weights.transfer_request import TransferRequest, nothing_prepared
 from services.rollout.weights.worker_methods import Placed, Prepared, WorkerMethods
@@ -111,7 +111,7 @@ class VersionedEngine(ABC):
         """When the last pause was ordered, and when the engine said that it stands still (time.perf_counter())."""
 
     @abstractmethod
-    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
         """`generate`, with a version in place when it begins."""
 
     @abstractmethod
@@ -140,7 +140,7 @@ class VersionedEngine(ABC):
     async def _end_requests(self) -> None:
         """Ends all requests in flight."""
 
-    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
         """Raises InvalidState where no version is in place, or none was at some time until the sample ended."""
         self.load()
         await self._may_begin.wait()
@@ -149,12 +149,12 @@ class VersionedEngine(ABC):
             raise InvalidState("no version is in place.", "the prompt is issued again.")
         dropped, ticket = self._dropped, self._slots.enter()
         try:
-            sample = await self._generate(prompt_tokens, sampling)
+            completion = await self._generate(prompt_tokens, sampling)
         finally:
             self._slots.leave(ticket)
         if self._dropped != dropped:
             raise InvalidState("no version was in place for a while.", "the prompt is issued again.")
-        return replace(sample, waited_s=ticket.waited_s)
+        return replace(completion, waited_s=ticket.waited_s)
 
     def load(self) -> Load:
         """See `Engine`."""

@@ -113,9 +113,9 @@ class _Run:
         room = min(self._room(conversation), self.episodes.environment.max_turn_tokens or limits.MOST_TOKENS)
         asked = replace(self.sampling, max_response_tokens=room)
         with self.slot.taken():
-            sample = await self.slot.sample(self.engine, conversation.prompt, asked)
+            completion = await self.slot.generate(self.engine, conversation.prompt, asked)
         self.turns += 1
-        message = await asyncio.to_thread(conversation.add, sample)
+        message = await asyncio.to_thread(conversation.add, completion)
         if calls := message.get("tool_calls"):
             new, reward, done = await self._results(calls)
         else:

@@ -26,7 +26,7 @@ from millrace.sandbox.boundaries import Missing
 from millrace.sandbox.first import Wanted
 from millrace.sandbox.launch import confine
 from millrace.sandbox.view import view
-from services.rollout.user_process.sandboxed import code_of, left_processes, refuses, reply, take_pipes, told_error
+from services.rollout.user_process.sandboxed import code_of, describe_error, left_processes, refuses, reply, take_pipes
 
 LONGEST_REQUEST = 64 << 20
 """Bytes of a request: a row, or a turn of the policy."""
@@ -52,7 +52,7 @@ def _serve(setup: Mapping[str, Any], requests: IO[bytes], replies: IO[bytes], mi
         return
     except BaseException as error:
         # The user's module runs here, and may raise anything.
-        reply(replies, {"failure": told_error(error)})
+        reply(replies, {"failure": describe_error(error)})
         return
     reply(replies, {"ready": True, "missing": told, "tools": host.specs})
     asyncio.run(Requests(host, setup["call_s"], replies).answer_all(requests))
@@ -130,7 +130,7 @@ async def _answer(host: Host, request: Mapping[str, Any]) -> dict[str, Any]:
         return {"id": request["id"], "out_of_memory": True}
     except BaseException as error:
         # The user's class runs here, and may raise anything, SystemExit too. A call that was given up is cancelled.
-        failure = told_error(error)
+        failure = describe_error(error)
     # The processes of other episodes cannot be told from those that this one left.
     return {"id": request["id"], "failure": failure, "spoiled": host.episodes <= 1 and left_processes()}
 

@@ -117,7 +117,7 @@ class Chat:
         if self._is_default:  # the template is not known: it gets the text as it was said
             return told | ({"tool_calls": calls} if calls else {}), {
                 "role": "assistant",
-                "content": self._said(prompt, sampled[:-1] if ended else sampled),
+                "content": self._text_after(prompt, sampled[:-1] if ended else sampled),
             }
         good = [{key: call[key] for key in ("id", "type", "function")} for call in calls if "function" in call]
         return told | ({"tool_calls": calls} if calls else {}), told | ({"tool_calls": good} if good else {})
@@ -151,7 +151,7 @@ class Chat:
             return None
         return list(self._tokenizer.encode(whole[len(before) :], add_special_tokens=False)) or None
 
-    def _said(self, prompt: Sequence[int], sampled: Sequence[int]) -> str:
+    def _text_after(self, prompt: Sequence[int], sampled: Sequence[int]) -> str:
         """The text of sampled tokens as it stands after the prompt: decoders may treat the first token of a text in
         another way."""
         before, whole = self.decode(prompt), self.decode([*prompt, *sampled])

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from services.rollout.engine import Sample, StopReason
+from services.rollout.engine import Completion, StopReason
 from services.rollout.episode.chat import Chat, Message
 from services.rollout.episode.episode import Trajectory
 from services.rollout.episode.growing import Growing
@@ -21,9 +21,9 @@ class Conversation:
         makes them. Raises BadRow."""
         self._chat = chat
         self._history = list(messages)
-        self._said = [_identity(message) for message in messages]
+        self._identities = [_identity(message) for message in messages]
         self._answered, self._calls = False, 0
-        self._asked: list[tuple[int, int, Growing, int]] = []
+        self._begun: list[tuple[int, int, Growing, int]] = []
         self._done: list[Trajectory] = []
         self._growing = Growing.begun(chat.render(self._history) if prompt is None else prompt)
 
@@ -42,20 +42,22 @@ class Conversation:
         """Number of trajectories that ended because the history was rewritten."""
         return len(self._done)
 
-    def add(self, sample: Sample, *, calls: bool = True) -> Message:
+    def add(self, completion: Completion, *, calls: bool = True) -> Message:
         """Adds a turn that was sampled after `prompt`. Returns it as the environment gets it; without `calls` what
         looks like a call of a tool is text."""
-        now, ended = self._growing, sample.stop_reason is StopReason.END_OF_TURN
-        message, remembered = self._chat.read(now.tokens, sample.tokens.tolist(), ended=ended, calls_before=self._calls)
+        now, ended = self._growing, completion.stop_reason is StopReason.END_OF_TURN
+        message, remembered = self._chat.read(
+            now.tokens, completion.tokens.tolist(), ended=ended, calls_before=self._calls
+        )
         self._calls += len(message.get("tool_calls", ()))
         if not calls and message.pop("tool_calls", None):
-            message["content"] = sample.text
-        self._asked.append((len(self._said), len(self._history), now, len(now.tokens)))
-        now.add(sample, self._chat.decode)
+            message["content"] = completion.text
+        self._begun.append((len(self._identities), len(self._history), now, len(now.tokens)))
+        now.add(completion, self._chat.decode)
         self._history.append(remembered)
-        self._said.append(_identity(message))
+        self._identities.append(_identity(message))
         self._answered = True
-        return message | {"stop_reason": sample.stop_reason.name.lower()}
+        return message | {"stop_reason": completion.stop_reason.name.lower()}
 
     def reward(self, value: float) -> None:
         """The last turn has earned `value`."""
@@ -66,7 +68,7 @@ class Conversation:
         now = self._growing
         given = self._chat.between(now.tokens, now.turn, self._history, messages)
         self._history += messages
-        self._said += map(_identity, messages)
+        self._identities += map(_identity, messages)
         self._answered = False
         if given is None:
             self._done.append(self._trajectory())
@@ -81,8 +83,8 @@ class Conversation:
 
         Messages of the policy are compared by their text and calls of tools: clients leave out reasoning, and rename
         calls."""
-        known = len(self._said)
-        if list(map(_identity, history[:known])) != self._said:
+        known = len(self._identities)
+        if list(map(_identity, history[:known])) != self._identities:
             return None
         new = list(history[known:])
         return new if bool(new) == self._answered else None
@@ -91,10 +93,10 @@ class Conversation:
         """A conversation that begins with the prompt of a turn that was sampled after exactly `history`, or that waits
         for its answer; None where there is none such. Its tokens are those that the engine saw."""
         known = list(map(_identity, history))
-        for said, remembered, growing, end in self._asked:
-            if said == len(known) and self._said[:said] == known:
+        for count, remembered, growing, end in self._begun:
+            if count == len(known) and self._identities[:count] == known:
                 return type(self)(self._chat, self._history[:remembered], growing.tokens[:end])
-        if self._said == known and not self._answered:
+        if self._identities == known and not self._answered:
             return type(self)(self._chat, self._history, self.prompt)
         return None
 

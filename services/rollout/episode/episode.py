@@ -17,7 +17,7 @@ from millrace.data.chat import Rendered
 from millrace.data.row import PromptRow
 from millrace.drops import Drop
 from millrace.wire.arrays import pack_experts, pack_logprobs, pack_tokens
-from services.rollout.engine import Sample
+from services.rollout.engine import Completion
 from services.rollout.scoring.scored import Scored
 
 NO_TOKENS = np.zeros(0, np.int32)
@@ -51,7 +51,7 @@ class Prompt:
 class Turn:
     """One sample of the engine, and what was given before it."""
 
-    sample: Sample
+    completion: Completion
     given: NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS)
     """Tokens between the turn before and this one, int32: the result of a tool, or what a user said."""
     given_text: str = ""
@@ -83,12 +83,12 @@ class Trajectory:
 
     def message(self) -> common_pb2.Trajectory:
         """The trajectory without its reward."""
-        samples, plain, experts = [turn.sample for turn in self.turns], self.is_plain, self._experts()
+        samples, plain, experts = [turn.completion for turn in self.turns], self.is_plain, self._experts()
         message = common_pb2.Trajectory(
             tokens=pack_tokens(
-                np.concatenate([part for turn in self.turns for part in (turn.given, turn.sample.tokens)])
+                np.concatenate([part for turn in self.turns for part in (turn.given, turn.completion.tokens)])
             ),
-            logprobs=pack_logprobs(np.concatenate([sample.logprobs for sample in samples])),
+            logprobs=pack_logprobs(np.concatenate([completion.logprobs for completion in samples])),
             stop_reason=samples[-1].stop_reason.value,
             text=samples[0].text if plain else "",
             metadata=json.dumps(self.metadata) if self.metadata else "",
@@ -100,25 +100,25 @@ class Trajectory:
         end = 0
         for turn in self.turns:
             start = end + len(turn.given)
-            end = start + len(turn.sample.tokens)
-            for span in turn.sample.versions:
+            end = start + len(turn.completion.tokens)
+            for span in turn.completion.versions:
                 message.versions.add(version=span.version, start=start + span.start, end=start + span.end)
             if not plain:
                 message.turns.add(
                     start=start,
                     end=end,
-                    stop_reason=turn.sample.stop_reason.value,
+                    stop_reason=turn.completion.stop_reason.value,
                     reward=turn.reward,
                     temperature=turn.temperature,
                     given_text=turn.given_text,
-                    text=turn.sample.text,
+                    text=turn.completion.text,
                 )
         return message
 
     def _experts(self) -> NDArray[np.integer] | None:
         """The experts of prompt and response. A turn tells those of all tokens before it too: of each token those count
         that were chosen first, when it was sampled."""
-        told = [turn.sample.experts for turn in self.turns]
+        told = [turn.completion.experts for turn in self.turns]
         known = [experts for experts in told if experts is not None]
         if not known or len(known) < len(told):
             return None
@@ -140,29 +140,33 @@ class Episode:
     """What happened in it; None where it had no environment."""
 
     @classmethod
-    def of(cls, sample: Sample) -> Self:
+    def of(cls, completion: Completion) -> Self:
         """The episode of one answer."""
-        return cls((Trajectory((Turn(sample),)),))
+        return cls((Trajectory((Turn(completion),)),))
 
     @property
-    def samples(self) -> Iterator[Sample]:
+    def samples(self) -> Iterator[Completion]:
         """What the engine sampled, in order."""
-        return (turn.sample for trajectory in self.trajectories for turn in trajectory.turns)
+        return (turn.completion for trajectory in self.trajectories for turn in trajectory.turns)
 
     @property
     def answer(self) -> str:
         """The text of the last turn."""
-        return self.trajectories[-1].turns[-1].sample.text
+        return self.trajectories[-1].turns[-1].completion.text
 
     def conversation(self, prompt_text: str) -> str:
         """All of its last trajectory as text, with special tokens. `prompt_text`: the group's prompt."""
         last = self.trajectories[-1]
-        return (last.prompt_text or prompt_text) + "".join(turn.given_text + turn.sample.text for turn in last.turns)
+        return (last.prompt_text or prompt_text) + "".join(
+            turn.given_text + turn.completion.text for turn in last.turns
+        )
 
     def without_experts(self) -> Self:
         """The episode without the experts that the engine's routers chose."""
         bare = (
-            replace(one, turns=tuple(replace(turn, sample=replace(turn.sample, experts=None)) for turn in one.turns))
+            replace(
+                one, turns=tuple(replace(turn, completion=replace(turn.completion, experts=None)) for turn in one.turns)
+            )
             for one in self.trajectories
         )
         return replace(self, trajectories=tuple(bare))

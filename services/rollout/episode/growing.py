@@ -7,7 +7,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from services.rollout.engine import Sample
+from services.rollout.engine import Completion
 from services.rollout.episode.chat import Chat
 from services.rollout.episode.episode import Trajectory, Turn
 
@@ -48,11 +48,11 @@ class Growing:
         """Adds what stands before the next turn."""
         self.given, self.tokens = [*self.given, *tokens], [*self.tokens, *tokens]
 
-    def add(self, sample: Sample, decode: Decode) -> None:
+    def add(self, completion: Completion, decode: Decode) -> None:
         """Adds a turn that was sampled after `tokens`."""
         text = decode(self.given) if self.given else ""
-        self.turns.append(Turn(sample, np.array(self.given, np.int32), text))
-        self.turn, self.given, self.tokens = len(self.tokens), [], [*self.tokens, *sample.tokens.tolist()]
+        self.turns.append(Turn(completion, np.array(self.given, np.int32), text))
+        self.turn, self.given, self.tokens = len(self.tokens), [], [*self.tokens, *completion.tokens.tolist()]
 
     def reward(self, value: float) -> None:
         """The last turn has earned `value`."""
@@ -104,9 +104,9 @@ class TokenStrand:
         """Adds what stands before the next turn."""
         self._growing.give(tokens)
 
-    def add(self, sample: Sample) -> None:
+    def add(self, completion: Completion) -> None:
         """Adds a turn that was sampled after `prompt`."""
-        self._growing.add(sample, self._chat.decode)
+        self._growing.add(completion, self._chat.decode)
 
     def trajectories(self) -> tuple[Trajectory, ...]:
         """See `Strand`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from millrace.telemetry.spans.context import current
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
-from services.rollout.engine import Engine, Sample, Sampling
+from services.rollout.engine import Completion, Engine, Sampling
 
 LEAST_WAIT_S = 0.001
 """A shorter wait for a slot is no span."""
@@ -26,8 +26,8 @@ class Slots:
     """Episodes that the lease asks for."""
     on_change: Callable[[], None] = _nothing
     """Called when `open` or `generating` has changed."""
-    on_sample: Callable[[Sample], None] = lambda _: None
-    """Called with each sample of the engine as it ends."""
+    on_completion: Callable[[Completion], None] = lambda _: None
+    """Called with each completion of the engine."""
     open: int = field(init=False)
     """Episodes that have not ended."""
     generating: int = field(init=False)
@@ -74,18 +74,18 @@ class EpisodeSlot:
         finally:
             self._slots._change(-1)
 
-    async def sample(self, engine: Engine, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
-        """One sample of the engine for this episode. Records the wait for a slot and the generation as spans."""
+    async def generate(self, engine: Engine, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
+        """One completion of the engine for this episode. Records the wait for a slot and the generation as spans."""
         began_s, context = time.time(), current()
-        sample = await engine.generate(prompt_tokens, sampling)
-        slot_s = began_s + sample.waited_s
-        if sample.waited_s > LEAST_WAIT_S:
+        completion = await engine.generate(prompt_tokens, sampling)
+        slot_s = began_s + completion.waited_s
+        if completion.waited_s > LEAST_WAIT_S:
             RECORDER.past(SpanKind.ENGINE_QUEUE, context, began_s, slot_s)
-        tokens = float(len(sample.tokens))
+        tokens = float(len(completion.tokens))
         RECORDER.past(SpanKind.GENERATE, context, slot_s, time.time(), figures={"tokens": tokens})
-        self.sampled(sample)
-        return sample
+        self.completed(completion)
+        return completion
 
-    def sampled(self, sample: Sample) -> None:
-        """The engine has ended a sample of the episode."""
-        self._slots.on_sample(sample)
+    def completed(self, completion: Completion) -> None:
+        """Counts a completion of the engine for this episode."""
+        self._slots.on_completion(completion)

@@ -92,14 +92,14 @@ class PoolEndpoint:
         """A reply."""
         check_token(request, self._secret)
         body = await body_of(request, ReplyRequest)
-        saying, speaker = self._said(body.conversation()), self._speaker()
+        saying, speaker = self._reply(body.conversation()), self._speaker()
         if body.stream:
             events = partial(chat_completions.chunks, body, speaker)
             return await streamed(request, saying, events, chat_completions.error_event)
         turn = await while_connected(request, saying)
         return JSONResponse(chat_completions.completion(body, speaker, turn))
 
-    async def _said(self, conversation: Conversation) -> SampledTurn:
+    async def _reply(self, conversation: Conversation) -> SampledTurn:
         """Raises Refused."""
         try:
             return await self._replica.reply(conversation)

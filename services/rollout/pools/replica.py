@@ -219,10 +219,10 @@ class PoolReplica(FleetMember):
             raise Refused(Refusals.TOO_LONG, what, "send a shorter one.", "messages")
         began = time.perf_counter()
         most = min(sampling.max_response_tokens, room)
-        sample = await engine.reply(prompt, replace(sampling, max_response_tokens=most))
-        self._tokens += len(prompt) + len(sample.tokens)
-        message = {"role": "assistant", "content": sample.text}
-        return SampledTurn(next(self._replies), message, sample, len(prompt), time.perf_counter() - began)
+        completion = await engine.reply(prompt, replace(sampling, max_response_tokens=most))
+        self._tokens += len(prompt) + len(completion.tokens)
+        message = {"role": "assistant", "content": completion.text}
+        return SampledTurn(next(self._replies), message, completion, len(prompt), time.perf_counter() - began)
 
     def _prompt(self, conversation: Conversation) -> list[int]:
         """The tokens of a conversation. Raises Refused."""

@@ -25,7 +25,7 @@ from millrace.sandbox.boundaries import Missing
 from millrace.sandbox.first import Wanted
 from millrace.sandbox.launch import confine
 from millrace.sandbox.view import view
-from services.rollout.user_process.sandboxed import code_of, left_processes, refuses, reply, take_pipes, told_error
+from services.rollout.user_process.sandboxed import code_of, describe_error, left_processes, refuses, reply, take_pipes
 
 LONGEST_DETAILS = 16 << 10
 """Characters of the details of one answer."""
@@ -65,7 +65,7 @@ def _load(term: Term, replies: IO[bytes]) -> ComputeScore | None:
         reply(replies, {"refused": {"what": error.what, "fix": error.fix}})
     except BaseException as error:
         # The user's module runs here, and may raise anything.
-        what = f"{term.field}.function: {term.function} {told_error(error)} when it was imported."
+        what = f"{term.field}.function: {term.function} {describe_error(error)} when it was imported."
         reply(replies, {"refused": {"what": what, "fix": "fix its module."}})
     return None
 
@@ -91,7 +91,7 @@ def _score(function: ComputeScore, scope: Scope, request: Mapping[str, Any]) -> 
         return {"out_of_memory": True}
     except BaseException as error:
         # The user's function runs here, and may raise anything, SystemExit too.
-        return {"failure": told_error(error)}
+        return {"failure": describe_error(error)}
 
 
 def _short_enough(details: dict[str, Any], most: int) -> dict[str, Any]:

@@ -234,5 +234,5 @@ def _spans(trajectory: Trajectory, prompt: Sequence[int]) -> Iterator[Span]:
     tokens = begun.astype(np.int32)
     for turn in trajectory.turns:
         start = len(tokens) + len(turn.given)
-        tokens = np.concatenate([tokens, turn.given, turn.sample.tokens]).astype(np.int32)
+        tokens = np.concatenate([tokens, turn.given, turn.completion.tokens]).astype(np.int32)
         yield start, tokens.tobytes()

@@ -160,12 +160,12 @@ class Desk:
     async def chat_completions(self, request: Request) -> Response:
         """A turn, for OpenAI's chat completions."""
         session, body = await self._asked(request, ChatRequest)
-        saying = session.say(body.turn_request())
+        sampling = session.sample_turn(body.turn_request())
         if body.stream:
             events = partial(chat_completions.chunks, body, session.speaker)
-            return await self._stream(Api.CHAT_COMPLETIONS, request, saying, events, chat_completions.error_event)
+            return await self._stream(Api.CHAT_COMPLETIONS, request, sampling, events, chat_completions.error_event)
         answer = partial(chat_completions.completion, body, session.speaker)
-        return await self._turn(Api.CHAT_COMPLETIONS, request, saying, answer)
+        return await self._turn(Api.CHAT_COMPLETIONS, request, sampling, answer)
 
     async def responses(self, request: Request) -> Response:
         """A turn, for OpenAI's responses."""
@@ -173,19 +173,19 @@ class Desk:
         asked = body.turn_request(session.histories)
         if body.stream:
             events = partial(responses.events, body, session.speaker, session.histories, asked)
-            return await self._stream(Api.RESPONSES, request, session.say(asked), events, responses.error_event)
+            return await self._stream(Api.RESPONSES, request, session.sample_turn(asked), events, responses.error_event)
         answer = partial(responses.response, body, session.speaker, session.histories, asked)
-        return await self._turn(Api.RESPONSES, request, session.say(asked), answer)
+        return await self._turn(Api.RESPONSES, request, session.sample_turn(asked), answer)
 
     async def messages(self, request: Request) -> Response:
         """A turn, for Anthropic's messages."""
         session, body = await self._asked(request, MessagesRequest)
-        saying = session.say(body.turn_request())
+        sampling = session.sample_turn(body.turn_request())
         if body.stream:
             events = partial(anthropic_messages.events, body, session.speaker)
-            return await self._stream(Api.MESSAGES, request, saying, events, anthropic_event)
+            return await self._stream(Api.MESSAGES, request, sampling, events, anthropic_event)
         return await self._turn(
-            Api.MESSAGES, request, saying, partial(anthropic_messages.message, body, session.speaker)
+            Api.MESSAGES, request, sampling, partial(anthropic_messages.message, body, session.speaker)
         )
 
     async def count(self, request: Request) -> Response:
@@ -196,20 +196,20 @@ class Desk:
     async def generate(self, request: Request) -> Response:
         """A turn, for clients that make the tokens themselves."""
         session, body = await self._asked(request, GenerateRequest)
-        following = session.follow(body.token_ids, body.turn_request())
+        sampling = session.sample_after(body.token_ids, body.turn_request())
         return await self._turn(
-            Api.GENERATE, request, following, partial(token_endpoint.generated, body, session.speaker)
+            Api.GENERATE, request, sampling, partial(token_endpoint.generated, body, session.speaker)
         )
 
     async def _turn(
         self,
         api: Api,
         request: Request,
-        saying: Coroutine[Any, Any, SampledTurn],
+        sampling: Coroutine[Any, Any, SampledTurn],
         answer: Callable[[SampledTurn], dict[str, Any]],
     ) -> Response:
-        """The turn of `saying` as one answer."""
-        turn = await while_connected(request, saying)
+        """The turn of `sampling` as one answer."""
+        turn = await while_connected(request, sampling)
         response = JSONResponse(answer(turn))
         self._metrics.turn(api, request.state.arrived, turn.engine_s)
         return response
@@ -218,18 +218,18 @@ class Desk:
         self,
         api: Api,
         request: Request,
-        saying: Coroutine[Any, Any, SampledTurn],
+        sampling: Coroutine[Any, Any, SampledTurn],
         events: Events,
         refused: Callable[[Refused], str],
     ) -> Response:
-        """The turn of `saying` as a stream."""
+        """The turn of `sampling` as a stream."""
 
         def counted(turn: SampledTurn) -> Iterable[str]:
             told = events(turn)
             self._metrics.turn(api, request.state.arrived, turn.engine_s)
             return told
 
-        return await streamed(request, saying, counted, refused)
+        return await streamed(request, sampling, counted, refused)
 
     async def _asked(self, request: Request, model: type[Body]) -> tuple[Session, Body]:
         """The session of a request, and its body, which is as long as the job allows. Raises Refused."""

@@ -13,7 +13,7 @@ from millrace.errors import BadRow, MillraceError, wrong_value
 from millrace.telemetry.spans.context import current, within
 from services.rollout.dialects.refusals import Refusals, Refused
 from services.rollout.dialects.turns import SampledTurn, Speaker, TurnRequest
-from services.rollout.engine import Sample, Sampling, StopReason
+from services.rollout.engine import Completion, Sampling, StopReason
 from services.rollout.episode.chat import Message
 from services.rollout.episode.conversation import Conversation
 from services.rollout.episode.episode import Episode, Prompt, Trajectory
@@ -26,7 +26,7 @@ S = TypeVar("S", bound=Strand)
 MOST_BODIES = 16
 """Requests of one session whose bodies are read at the same time."""
 SHORT = 2048
-"""So many characters and tokens are made into the others sooner than a thread gets its turn beside the event loop."""
+"""Below this number of characters and tokens, tokenizing inline is faster than using a thread."""
 
 
 class AgentFailed(Exception):
@@ -74,7 +74,7 @@ class Session:
         """Requests that are being answered, and those of which the body is being read."""
         self._rewards: dict[int, float] = {}
         self._score: float | None = None
-        self._running: set[asyncio.Task[tuple[Sample, float]]] = set()
+        self._running: set[asyncio.Task[tuple[Completion, float]]] = set()
         self._context = current()  # requests come from other tasks than the lease's
 
     @property
@@ -99,7 +99,7 @@ class Session:
         """Seconds until the deadline."""
         return max(0.0, self.deadline - asyncio.get_running_loop().time())
 
-    async def say(self, asked: TurnRequest) -> SampledTurn:
+    async def sample_turn(self, asked: TurnRequest) -> SampledTurn:
         """Samples the turn that follows the messages of `asked`."""
         with self._asked():
             self._check_text(asked)
@@ -107,21 +107,21 @@ class Session:
             conversation = held.strand
             with _in_use(held, self._conversations):
                 prompt_tokens = len(conversation.prompt)
-                sample, engine_s = await self._sample(conversation, asked)
-                number = self._numbered(held, sample)
-                size = prompt_tokens + len(sample.tokens)
-                message = await computed(lambda: conversation.add(sample, calls=asked.calls), size)
+                completion, engine_s = await self._sample(conversation, asked)
+                number = self._numbered(held, completion)
+                size = prompt_tokens + len(completion.tokens)
+                message = await computed(lambda: conversation.add(completion, calls=asked.calls), size)
                 held.called_at = time.monotonic() if message.get("tool_calls") else 0.0
-                return SampledTurn(number, message, sample, prompt_tokens, engine_s)
+                return SampledTurn(number, message, completion, prompt_tokens, engine_s)
 
-    async def follow(self, tokens: Sequence[int], asked: TurnRequest) -> SampledTurn:
+    async def sample_after(self, tokens: Sequence[int], asked: TurnRequest) -> SampledTurn:
         """Samples the turn that follows `tokens`; of `asked` only the limits count."""
         self._check_open()
         held = self._sequence(tokens)
         with self._asked(), _in_use(held, self._sequences):
-            sample, engine_s = await self._sample(held.strand, asked)
-            held.strand.add(sample)
-            return SampledTurn(self._numbered(held, sample), {}, sample, len(tokens), engine_s)
+            completion, engine_s = await self._sample(held.strand, asked)
+            held.strand.add(completion)
+            return SampledTurn(self._numbered(held, completion), {}, completion, len(tokens), engine_s)
 
     async def count(self, asked: TurnRequest) -> int:
         """Number of tokens of the prompt of `asked`, as the first request of a conversation."""
@@ -182,7 +182,7 @@ class Session:
         for held in _idle(self._conversations):
             if held.tools == key and (new := held.strand.added_by(asked.messages)) is not None:
                 held.busy = True
-                await self._told(held, new)
+                await self._add_messages(held, new)
                 return held
         conversation = self._again(asked.messages, key)
         if conversation is None:
@@ -203,8 +203,8 @@ class Session:
         self._sequences.append(_Held(TokenStrand(self.policy.chats.without_tools, tokens)))
         return self._sequences[-1]
 
-    async def _told(self, held: _Held[Conversation], new: Sequence[Message]) -> None:
-        """Tells a conversation what its client added."""
+    async def _add_messages(self, held: _Held[Conversation], new: Sequence[Message]) -> None:
+        """Adds to a conversation what its client sent since the last turn."""
         if not new:
             return
         try:
@@ -225,7 +225,7 @@ class Session:
 
     # Sampling.
 
-    async def _sample(self, strand: Strand, asked: TurnRequest) -> tuple[Sample, float]:
+    async def _sample(self, strand: Strand, asked: TurnRequest) -> tuple[Completion, float]:
         """The next turn of a strand, and the seconds that the engine took for it. Raises Refused."""
         room = self.policy.room(strand)
         if room <= 0:
@@ -239,12 +239,12 @@ class Session:
             what = f"the session has had its {self.policy.max_turns} turns (rollout.agent.max_turns)."
             raise Refused(Refusals.ENDED, what, "end the session.")
         most = min(room, asked.max_tokens or room)
-        sample, engine_s = await self._generated(strand.prompt, self.policy.asked(most, asked.stop))
-        cut = most == room and sample.stop_reason is StopReason.LENGTH and not self.policy.cut_by_turn(room)
+        completion, engine_s = await self._generated(strand.prompt, self.policy.asked(most, asked.stop))
+        cut = most == room and completion.stop_reason is StopReason.LENGTH and not self.policy.cut_by_turn(room)
         self._account.end = common_pb2.EPISODE_END_TOKENS if cut else common_pb2.EPISODE_END_DONE
-        return sample, engine_s
+        return completion, engine_s
 
-    async def _generated(self, prompt: Sequence[int], sampling: Sampling) -> tuple[Sample, float]:
+    async def _generated(self, prompt: Sequence[int], sampling: Sampling) -> tuple[Completion, float]:
         with within(self._context):
             task = asyncio.create_task(self._timed(prompt, sampling))
         self._running.add(task)
@@ -259,16 +259,16 @@ class Session:
             self.ended.set()
             raise Refused(Refusals.UNAVAILABLE, error.what, "claim another episode.") from error
 
-    async def _timed(self, prompt: Sequence[int], sampling: Sampling) -> tuple[Sample, float]:
+    async def _timed(self, prompt: Sequence[int], sampling: Sampling) -> tuple[Completion, float]:
         """A sample of the engine, and how long it took, seconds."""
         asked, slot = time.perf_counter(), self.policy.slot
         with slot.taken():
-            sample = await slot.sample(self.policy.engine, prompt, sampling)
-        return sample, time.perf_counter() - asked
+            completion = await slot.generate(self.policy.engine, prompt, sampling)
+        return completion, time.perf_counter() - asked
 
-    def _numbered(self, held: _Held[S], sample: Sample) -> int:
+    def _numbered(self, held: _Held[S], completion: Completion) -> int:
         """The number of the next turn, `sample`, which is one of `held`."""
-        self._sampled += len(sample.tokens)
+        self._sampled += len(completion.tokens)
         number, self._turns = self._turns, self._turns + 1
         held.numbers.append(number)
         return number

@@ -51,7 +51,7 @@ def left_processes() -> bool:
     return os.getppid() == 1 and any(name.isdigit() and name not in alone for name in os.listdir("/proc"))
 
 
-def told_error(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An exception of user code as text: `raised ValueError: no digits (mine.py, line 12)`."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""

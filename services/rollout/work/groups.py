@@ -58,7 +58,7 @@ async def first_of(tasks: Sequence[asyncio.Task[Episode]], enough: int) -> Ended
 
 async def single_turn(engine: Engine, prompt: Prompt, sampling: Sampling, slot: EpisodeSlot) -> Episode:
     """The episode of a job without an environment: one answer to the prompt."""
-    return Episode.of(await slot.sample(engine, prompt.rendered.token_ids, sampling))
+    return Episode.of(await slot.generate(engine, prompt.rendered.token_ids, sampling))
 
 
 @dataclass(frozen=True)
@@ -91,25 +91,25 @@ class GroupGenerator:
         except EpisodeFailed as error:
             return error.drop
         episodes = ended.episodes
-        if not all(np.isfinite(sample.logprobs).all() for episode in episodes for sample in episode.samples):
+        if not all(np.isfinite(completion.logprobs).all() for episode in episodes for completion in episode.samples):
             return Drop(DropReason.BAD_LOGPROBS, "a log-probability is not finite")
         generated = time.monotonic()
         count = len(episodes) - greedy
         with RECORDER.span(SpanKind.SCORE) as scoring:
             scoring.figures["answers"] = float(len(episodes))
-            scores, taught = await asyncio.gather(
+            scores, of_teacher = await asyncio.gather(
                 self._scores(prompt, episodes, lease.purpose),
-                self._taught(prompt, episodes[:count], lease.purpose),
+                self._teacher_scores(prompt, episodes[:count], lease.purpose),
             )
         if isinstance(scores, Drop):
             return scores
-        if isinstance(taught, Drop):
-            return taught
+        if isinstance(of_teacher, Drop):
+            return of_teacher
         if lease.purpose != common_pb2.PURPOSE_TRAIN:  # the trainer replays expert routing only for what it trains
             episodes = [episode.without_experts() for episode in episodes]
         group = self._group(lease, prompt, episodes[:count], scores[:count])
-        for trajectory, told in zip(group.trajectories, taught, strict=False):
-            trajectory.teacher.CopyFrom(told)
+        for trajectory, token_scores in zip(group.trajectories, of_teacher, strict=False):
+            trajectory.teacher.CopyFrom(token_scores)
         if greedy:
             group.greedy_reward = scores[count].score or 0.0
         group.cancelled_episodes, group.failed_episodes = ended.cancelled, ended.failed
@@ -164,7 +164,7 @@ class GroupGenerator:
             return Drop(DropReason.REWARD_FAILED, str(error))
         return scores
 
-    async def _taught(
+    async def _teacher_scores(
         self, prompt: Prompt, episodes: Sequence[Episode], purpose: common_pb2.Purpose
     ) -> list[common_pb2.TokenScores] | Drop:
         """The teacher's scores of the episodes' trajectories, in order; none where nothing is distilled."""

@@ -22,7 +22,7 @@ from millrace.telemetry.spans.recorder import RECORDER
 from millrace.wire.channel import Peer
 from millrace.wire.enums import drop_message
 from millrace.wire.server import LARGEST_GROUP_BYTES
-from services.rollout.engine import Engine, EngineDied, Sample
+from services.rollout.engine import Completion, Engine, EngineDied
 from services.rollout.episode.slots import Slots
 from services.rollout.work.groups import GroupGenerator
 
@@ -215,7 +215,7 @@ class Leases:
         held = self._held.get(key)
         if held is not None:  # this replica's own lease expired and it claimed it again: the older fence is refused
             held.task.cancel("claimed again")
-        slots = Slots(lease.sampling.samples + lease.sampling.greedy_baseline, self._slots_changed, self._on_sample)
+        slots = Slots(lease.sampling.samples + lease.sampling.greedy_baseline, self._slots_changed, self._on_completion)
         task = asyncio.create_task(self._work(lease, generator, slots), name=f"lease {lease.ref.lease_id}")
         self._held[key] = HeldLease(lease, task, lease.expires_s, slots)
         self._extend_soon.set()
@@ -223,8 +223,8 @@ class Leases:
 
     # Working.
 
-    def _on_sample(self, sample: Sample) -> None:
-        self.generated_tokens += len(sample.tokens)
+    def _on_completion(self, completion: Completion) -> None:
+        self.generated_tokens += len(completion.tokens)
         self._concurrency.ended()
 
     def _slots_changed(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from millrace.contracts.v1 import common_pb2
 from millrace.trajectories import sampled_spans
 from millrace.wire.arrays import unpack_logprobs, unpack_tokens
-from services.rollout.engine import Sample, Sampling
+from services.rollout.engine import Completion, Sampling
 from services.rollout.engines import probe
 from services.rollout.engines.versioned import VersionedEngine
 from tests.models import random_model
@@ -27,7 +27,7 @@ class EngineSequences:
         self.all: list[list[int]] = []
         generate = VersionedEngine.generate
 
-        async def recorded(engine: Any, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+        async def recorded(engine: Any, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
             sample = await generate(engine, prompt_tokens, sampling)
             self.all.append([*prompt_tokens, *sample.tokens.tolist()])
             return sample

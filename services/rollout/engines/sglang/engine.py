@@ -26,10 +26,10 @@ from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
 from millrace.wire.address import host_address
 from services.rollout.engine import (
+    Completion,
     EngineDied,
     EngineStats,
     Load,
-    Sample,
     Sampling,
     StopReason,
     VersionSpan,
@@ -249,7 +249,7 @@ class SglangEngine(VersionedEngine):
 
     # Generation.
 
-    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         # SGLang aborts every request whose id begins with the given id, so no id may be the beginning of another.
@@ -266,9 +266,9 @@ class SglangEngine(VersionedEngine):
         self._running.add(request_id)
         try:
             final = await self._while_alive(self._last_output(request))
-            sample = await self._sample(request_id, final, sampling)
+            completion = await self._sample(request_id, final, sampling)
             self._scheduler.answered(len(prompt_tokens), final["meta_info"])
-            return sample
+            return completion
         finally:
             self._running.discard(request_id)
             if not self._death.done() and self._engine is not None:
@@ -302,7 +302,7 @@ class SglangEngine(VersionedEngine):
             "stop_token_ids": self._end_of_turn,
         }
 
-    async def _sample(self, request_id: str, final: dict[str, Any] | None, sampling: Sampling) -> Sample:
+    async def _sample(self, request_id: str, final: dict[str, Any] | None, sampling: Sampling) -> Completion:
         ended = (final or {}).get("meta_info", {}).get("finish_reason") or {"type": "nothing"}
         if final is None or ended["type"] not in ("stop", "length"):
             raise InvalidState(f"SGLang ended sample {request_id} with {ended}.", "the prompt is issued again.")
@@ -315,7 +315,7 @@ class SglangEngine(VersionedEngine):
             stop_reason = StopReason.END_OF_TURN if ends else StopReason.LENGTH
         # With stop strings SGLang has decoded the text already, and cut it.
         text = str(final["text"]) if sampling.stop else await asyncio.to_thread(self._decode, tokens.tolist())
-        return Sample(
+        return Completion(
             tokens=tokens,
             logprobs=np.asarray([entry[0] for entry in meta["output_token_logprobs"]], dtype=np.float32)[: len(tokens)],
             versions=_spans(meta[MARK][: len(tokens)]),

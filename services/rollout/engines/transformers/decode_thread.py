@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from services.rollout.engine import EngineDied, Sample, Sampling
+from services.rollout.engine import Completion, EngineDied, Sampling
 
 if TYPE_CHECKING:
     from services.rollout.engines.transformers.decoding import DecodeLoop
@@ -17,7 +17,7 @@ class DecodeThread:
     def __init__(self) -> None:
         self._loop: DecodeLoop
         self._decoding: Future[None] | None = None
-        self._asked: set[asyncio.Future[Sample | None]] = set()
+        self._asked: set[asyncio.Future[Completion | None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
 
     def start(self, decode_loop: "DecodeLoop") -> None:
@@ -47,34 +47,34 @@ class DecodeThread:
             raise EngineDied(f"the decode loop ended: {self._decoding.exception()}")
         return self._loop.counts()
 
-    async def sample(self, prompt: Sequence[int], sampling: Sampling) -> Sample | None:
+    async def complete(self, prompt: Sequence[int], sampling: Sampling) -> Completion | None:
         """A sample; None where it was aborted. Cancelling the call aborts it. Raises EngineDied, and InvalidState where
         no version is in place."""
         from services.rollout.engines.transformers.decoding import Request
 
         events = asyncio.get_running_loop()
-        ended: asyncio.Future[Sample | None] = events.create_future()
+        ended: asyncio.Future[Completion | None] = events.create_future()
 
-        def end(sample: Sample | None) -> None:
-            events.call_soon_threadsafe(_settle, ended, sample)
+        def end(completion: Completion | None) -> None:
+            events.call_soon_threadsafe(_settle, ended, completion)
 
         request = Request(prompt, sampling, end)
         self._asked.add(ended)
         try:
             self._loop.submit(request)
-            sample = await ended
+            completion = await ended
         finally:
             self._asked.discard(ended)
             if not ended.done() or ended.cancelled():
                 self._loop.abort(request)
         self.counts()
-        return sample
+        return completion
 
     def _loop_ended(self) -> None:
         for ended in self._asked:
             _settle(ended, None)
 
 
-def _settle(ended: "asyncio.Future[Sample | None]", sample: Sample | None) -> None:
+def _settle(ended: "asyncio.Future[Completion | None]", completion: Completion | None) -> None:
     if not ended.done():
-        ended.set_result(sample)
+        ended.set_result(completion)

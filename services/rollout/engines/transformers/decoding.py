@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from millrace.errors import InvalidState
 from millrace.ids import Version
-from services.rollout.engine import EngineDied, Sample, Sampling, StopReason, VersionSpan
+from services.rollout.engine import Completion, EngineDied, Sampling, StopReason, VersionSpan
 from services.rollout.engines.transformers.decode_batch import DecodeBatch, Routing
 from services.rollout.engines.transformers.distribution import draw, processed_logprobs
 
@@ -22,7 +22,7 @@ class Request:
 
     prompt: Sequence[int]
     sampling: Sampling
-    ended: Callable[[Sample | None], None]
+    ended: Callable[[Completion | None], None]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Endings:
     context: int
     """Largest number of tokens of a prompt and its response together."""
 
-    def finished(self, request: Request) -> Sample | None:
+    def finished(self, request: Request) -> Completion | None:
         """The sample of a request, or None while it is not finished."""
         reason = self._reason(request)
         if reason is None:
@@ -59,7 +59,7 @@ class Endings:
             # Bytes that are no character alone may form one with those before them; then only the tail shows the stop.
             found = (at for s in request.sampling.stop if (at := text.find(s)) >= 0)
             text = text[: min(found, default=len(text))]
-        return Sample(
+        return Completion(
             tokens=np.asarray(request.tokens, dtype=np.int32),
             logprobs=np.asarray(request.logprobs, dtype=np.float32),
             versions=tuple(request.versions),
@@ -220,10 +220,10 @@ class DecodeLoop:
         self._grow(torch.cat(logits))
         going = []
         for row, request in enumerate(self._running):
-            if (sample := self._endings.finished(request)) is None:
+            if (completion := self._endings.finished(request)) is None:
                 going.append(row)
             else:
-                request.ended(sample)
+                request.ended(completion)
         with self._wake:
             self._keep(going)
 

@@ -18,7 +18,7 @@ from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
 from millrace.validation.mistakes import options as checked_options
-from services.rollout.engine import EngineStats, Load, Sample, Sampling, compute_threads, end_of_turn
+from services.rollout.engine import Completion, EngineStats, Load, Sampling, compute_threads, end_of_turn
 from services.rollout.engines.options import with_whole_paths
 from services.rollout.engines.transformers.decode_thread import DecodeThread
 from services.rollout.engines.versioned import VersionedEngine
@@ -101,11 +101,11 @@ class TransformersEngine(VersionedEngine):
             await asyncio.to_thread(self._receiver.close)
             self._model = None
 
-    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
-        sample = await self._thread.sample(prompt_tokens, sampling)
-        if sample is None:
+    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
+        completion = await self._thread.complete(prompt_tokens, sampling)
+        if completion is None:
             raise InvalidState("the sample was aborted: no version is in place.", "the prompt is issued again.")
-        return sample
+        return completion
 
     def load(self) -> Load:
         """See `Engine`."""

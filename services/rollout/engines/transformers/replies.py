@@ -14,7 +14,7 @@ from millrace.errors import InvalidState
 from millrace.ids import Version
 from millrace.validation import limits
 from millrace.validation.mistakes import options as checked_options
-from services.rollout.engine import PoolModel, Sample, Sampling, end_of_turn
+from services.rollout.engine import Completion, PoolModel, Sampling, end_of_turn
 from services.rollout.engines.transformers import scoring
 from services.rollout.engines.transformers.decode_thread import DecodeThread
 
@@ -72,9 +72,9 @@ class TransformersReplies:
         await self._thread.stop()
         self._model = None
 
-    async def reply(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+    async def reply(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
         """See `ReplyEngine`."""
-        sample = await self._thread.sample(prompt_tokens, sampling)
-        if sample is None:
+        completion = await self._thread.complete(prompt_tokens, sampling)
+        if completion is None:
             raise InvalidState("the reply was aborted.", "ask again.")
-        return sample
+        return completion

@@ -26,10 +26,10 @@ from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
 from millrace.wire.address import host_address
 from services.rollout.engine import (
+    Completion,
     EngineDied,
     EngineStats,
     Load,
-    Sample,
     Sampling,
     StopReason,
     VersionSpan,
@@ -281,7 +281,7 @@ class VllmEngine(VersionedEngine):
         """See `Engine`. vLLM tells nothing while it has nothing to do."""
         return self._scheduler.last if self._running else self._scheduler.idle
 
-    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         request_id = f"sample-{next(self._numbers)}"
@@ -310,7 +310,7 @@ class VllmEngine(VersionedEngine):
             if self._marks is not None:
                 self._marks.forget(request_id)
 
-    async def _sample(self, request_id: str, final: Any) -> Sample:
+    async def _sample(self, request_id: str, final: Any) -> Completion:
         if not is_whole(final):
             reason = "nothing" if final is None else final.outputs[0].finish_reason
             raise InvalidState(f"vLLM ended sample {request_id} with {reason}.", "the prompt is issued again.")
@@ -318,7 +318,7 @@ class VllmEngine(VersionedEngine):
         tokens, ended = np.asarray(output.token_ids, dtype=np.int32), stop_reason(output)
         stopped = ended is StopReason.STOP_STRING
         text = output.text if stopped else await asyncio.to_thread(self._decode, output.token_ids)
-        return Sample(
+        return Completion(
             tokens=tokens,
             logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
             versions=self._spans(request_id, output, len(tokens)),

@@ -29,10 +29,10 @@ from millrace.weights.transfer.delta.snapshot import Snapshot
 from millrace.weights.transfer.pipeline import ReceivePipeline
 from millrace.weights.transfer.session import PublicationSession
 from services.rollout.engine import (
+    Completion,
     Engine,
     EngineDied,
     EngineStats,
-    Sample,
     Sampling,
     StopReason,
     VersionSpan,
@@ -153,7 +153,7 @@ class Case:
         bound = 0.01 if self.dtype == torch.bfloat16 else 1e-5
         return len(kept) >= 0.9 * len(difference) and bool((np.exp(kept) - 1 - kept).sum() <= bound * len(kept))
 
-    def agrees_with_all(self, samples: list[Sample], sampling: dict[str, Any]) -> bool:
+    def agrees_with_all(self, samples: list[Completion], sampling: dict[str, Any]) -> bool:
         """Whether samples of PROMPT agree with the model. One by one would be too strict: a token of three that lies on
         the edge is a third of an answer that ends soon."""
         expected = [logprobs(self.model, PROMPT, sample.tokens, **sampling) for sample in samples]
@@ -173,7 +173,7 @@ class Case:
         assert dict(reception.checksums) == expected
         return reception
 
-    async def samples(self, count: int, prompt: list[int], **sampling: Any) -> list[Sample]:
+    async def samples(self, count: int, prompt: list[int], **sampling: Any) -> list[Completion]:
         wanted = Sampling(**({"max_response_tokens": 32} | sampling))
         return list(await asyncio.gather(*(self.engine.generate(prompt, wanted) for _ in range(count))))
 
@@ -275,7 +275,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(case: Case, run: Ru
 def test_requests_of_different_sampling_do_not_mix(case: Case, run: Run) -> None:
     mixed = [{"temperature": 0.0}, {"temperature": 0.5, "top_p": 0.8}, {"temperature": 1.0}, {"top_k": 5}]
 
-    async def both() -> list[list[Sample]]:
+    async def both() -> list[list[Completion]]:
         return list(await asyncio.gather(*(case.samples(3, PROMPT, **sampling) for sampling in mixed)))
 
     for sampling, samples in zip(mixed, run(both()), strict=True):
@@ -337,7 +337,7 @@ def test_context_ends_a_sample(case: Case, run: Run) -> None:
 
 
 def test_cancelling_aborts_in_the_engine_and_leaves_the_others(case: Case, run: Run) -> None:
-    async def scenario() -> list[Sample]:
+    async def scenario() -> list[Completion]:
         sampling = Sampling(max_response_tokens=200)
         tasks = [asyncio.create_task(case.engine.generate(PROMPT, sampling)) for _ in range(12)]
         await asyncio.sleep(0.05)
@@ -354,7 +354,7 @@ def test_cancelling_aborts_in_the_engine_and_leaves_the_others(case: Case, run: 
 
 
 def test_more_requests_than_fit_wait_their_turn(case: Case, run: Run) -> None:
-    async def scenario() -> tuple[list[Sample], list[tuple[int, int]], list[EngineStats]]:
+    async def scenario() -> tuple[list[Completion], list[tuple[int, int]], list[EngineStats]]:
         seen: list[tuple[int, int]] = []
         told: list[EngineStats] = []
         asking = asyncio.gather(
@@ -382,7 +382,7 @@ def test_more_requests_than_fit_wait_their_turn(case: Case, run: Run) -> None:
     assert 0.0 < max(one.cache_used for one in told) <= 1.0
 
 
-async def _across_a_swap(case: Case, cache_policy: str) -> tuple[Any, Any, list[Sample]]:
+async def _across_a_swap(case: Case, cache_policy: str) -> tuple[Any, Any, list[Completion]]:
     """Publishes while samples are in flight, held up between two tensors: old model, new model, the samples."""
     old = case.model
     case.version += 1
@@ -565,7 +565,7 @@ def test_what_is_served_is_sent_on_bit_for_bit_while_the_engine_generates(case: 
 def test_generation_stands_still_only_for_an_inplace_transfer(case: Case, run: Run, mode: int) -> None:
     inplace = mode == weights_pb2.COMMIT_MODE_INPLACE
 
-    async def published() -> list[Sample]:
+    async def published() -> list[Completion]:
         before = case.version
         sender = await case.shard_sender(mode, hold_after=2)
         await case.engine.prepare(sender.request)
@@ -677,7 +677,7 @@ def test_a_dead_engine_says_so_to_everyone(case: Case, run: Run) -> None:
         kill(case.engine)
         ended = await asyncio.wait_for(asyncio.gather(*flying, return_exceptions=True), 30)
         assert any(isinstance(end, EngineDied) for end in ended)
-        assert all(isinstance(end, EngineDied | Sample) for end in ended)
+        assert all(isinstance(end, EngineDied | Completion) for end in ended)
         with pytest.raises(EngineDied):
             case.engine.load()
         with pytest.raises(EngineDied):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from millrace.errors import InvalidJob
 from millrace.weights.plans.manifest import Manifest
-from services.rollout.engine import Engine, Sample, Sampling
+from services.rollout.engine import Completion, Engine, Sampling
 from services.rollout.engines import create
 from services.rollout.engines.transformers.decode_batch import Routing
 from tests.models import byte_tokenizer
@@ -43,7 +43,7 @@ def held(engine: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine._model.state_dict().items()}
 
 
-def experts_of(model: Any, prompts: Sequence[list[int]], samples: Sequence[Sample]) -> Iterator[tuple[Any, Any]]:
+def experts_of(model: Any, prompts: Sequence[list[int]], samples: Sequence[Completion]) -> Iterator[tuple[Any, Any]]:
     """For each sample the experts that the engine reported, and those that the model chooses for the whole sequence at
     once: of every token but the last. Both are sorted, because the order of two chosen experts depends on rounding."""
     routing = Routing(model)

@@ -16,7 +16,7 @@ from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import MemberId, Version
 from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.weights.plans.manifest import Manifest
-from services.rollout.engine import EngineDied, Sample, Sampling, StopReason
+from services.rollout.engine import Completion, EngineDied, Sampling, StopReason
 from services.rollout.engines.transformers.decoding import DecodeLoop, Request
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.versioned import Incoming, VersionedEngine
@@ -75,10 +75,10 @@ class Receiver:
 
 
 @asynccontextmanager
-async def decoding(*, shadow: bool = False) -> AsyncIterator[tuple[Any, SlowLoop, list[Sample | None]]]:
+async def decoding(*, shadow: bool = False) -> AsyncIterator[tuple[Any, SlowLoop, list[Completion | None]]]:
     """The engine in the middle of a token of version 1, with a transfer prepared; samples that ended."""
     engine: Any = TransformersEngine()
-    loop, ended = SlowLoop(), list[Sample | None]()
+    loop, ended = SlowLoop(), list[Completion | None]()
     engine._decode_loop, engine._receiver, engine._model = loop, Receiver(), SimpleNamespace()
     engine._workers = InProcessWorker(engine._receiver)
     engine._thread.start(loop)
@@ -199,10 +199,10 @@ class FakeEngine(VersionedEngine):
         self.begun: list[str] = []
         self._version = Version(1)
 
-    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
         self.begun.append(self._cache_key)
         await self.may_sample.wait()
-        return Sample(np.zeros(1, np.int32), np.zeros(1, np.float32), (), StopReason.LENGTH, "")
+        return Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), (), StopReason.LENGTH, "")
 
     def _started(self) -> bool:
         return True
@@ -352,7 +352,7 @@ def test_nothing_is_sampled_before_the_first_version() -> None:
         engine._version = None
         with pytest.raises(InvalidState, match="no version is in place"):
             await engine.generate([1], Sampling(5))
-        loop, ended = SlowLoop(), list[Sample | None]()
+        loop, ended = SlowLoop(), list[Completion | None]()
         with pytest.raises(InvalidState, match="no version is in place"):
             loop.submit(Request([1], Sampling(5), ended.append))
 

@@ -14,7 +14,7 @@ from millrace.contracts.v1 import weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.manifest import Content
 from millrace.weights.transfer.checksum import checksum
-from services.rollout.engine import Sample, Sampling
+from services.rollout.engine import Completion, Sampling
 from services.rollout.engines import create
 from tests.adapters import merged, published, with_adapter
 from tests.models import random_model
@@ -70,7 +70,7 @@ class Served:
     async def publish_adapter(self, adapted: Any, mode: int | None = SHADOW) -> None:
         await self.publish(published(adapted), Content.ADAPTER, mode)
 
-    async def greedy(self) -> Sample:
+    async def greedy(self) -> Completion:
         (sample,) = await self.case.samples(1, PROMPT, temperature=0.0, max_response_tokens=24)
         return sample
 
@@ -107,7 +107,7 @@ def served(request: pytest.FixtureRequest, run: Run, tied_model: Path, untied_mo
 def test_the_adapter_computes_what_merged_weights_and_peft_compute(served: Served, run: Run) -> None:
     adapted = served.adapted(1)
 
-    async def scenario() -> tuple[Sample, Sample, list[Sample]]:
+    async def scenario() -> tuple[Completion, Completion, list[Completion]]:
         await served.publish_adapter(adapted)
         apart, drawn = await served.greedy(), await served.case.samples(6, PROMPT)
         whole = export(merged(adapted))
@@ -132,7 +132,7 @@ def test_versions_are_true_where_the_adapter_changes_under_requests(
 ) -> None:
     old, new = served.adapted(2), served.adapted(3)
 
-    async def scenario() -> tuple[list[Sample], list[Sample]]:
+    async def scenario() -> tuple[list[Completion], list[Completion]]:
         await served.publish_adapter(old)
         served.version += 1
         shards = Shards(published(new), content=Content.ADAPTER)
@@ -218,7 +218,7 @@ def _of_another_rank(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 def test_an_adapter_that_is_not_the_jobs_is_refused(served: Served, run: Run, change: Any) -> None:
     adapted = served.adapted(7)
 
-    async def scenario() -> Sample:
+    async def scenario() -> Completion:
         await served.publish_adapter(adapted)
         wrong = change(published(served.adapted(8)))
         with pytest.raises(PublicationFailed, match="tensors of the adapter differ"):

@@ -9,7 +9,7 @@ from typing import Any
 from millrace.contracts.v1 import common_pb2
 from millrace.data.chat import Rendered
 from millrace.data.row import PromptRow
-from services.rollout.engine import Sample, Sampling
+from services.rollout.engine import Completion, Sampling
 from services.rollout.environments.opening import environments_of
 from services.rollout.environments.runner import EnvironmentEpisodes
 from services.rollout.episode.chat import Chat
@@ -28,7 +28,7 @@ class Scripted:
     def __init__(self, policy: Any) -> None:
         self.policy, self.limits = policy, list[int]()
 
-    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
         self.limits.append(sampling.max_response_tokens)
         text = self.policy(TOKENIZER.decode(prompt_tokens))
         return sampled(TOKENIZER.encode(text + "<|im_end|>", add_special_tokens=False)[: sampling.max_response_tokens])

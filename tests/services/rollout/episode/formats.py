@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from millrace.ids import Version
-from services.rollout.engine import Sample, StopReason, VersionSpan
+from services.rollout.engine import Completion, StopReason, VersionSpan
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -47,8 +47,8 @@ def merging_tokenizer(template: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def sampled(tokens: Sequence[int], stop: StopReason = StopReason.END_OF_TURN) -> Sample:
+def sampled(tokens: Sequence[int], stop: StopReason = StopReason.END_OF_TURN) -> Completion:
     """A sample of these tokens, all of version 0."""
     count = len(tokens)
     spans = (VersionSpan(Version(0), 0, count),)
-    return Sample(np.array(tokens, np.int32), np.full(count, -0.5, np.float32), spans, stop, "")
+    return Completion(np.array(tokens, np.int32), np.full(count, -0.5, np.float32), spans, stop, "")

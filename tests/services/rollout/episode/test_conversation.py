@@ -78,7 +78,7 @@ def test_a_turn_with_unusual_tokens_keeps_them() -> None:
     engine.hear("and")
     engine.say("x")
     (trajectory,) = engine.conversation.trajectories()
-    assert trajectory.turns[0].sample.tokens.tolist() == odd and engine.trained() == [engine.seen[-1]]
+    assert trajectory.turns[0].completion.tokens.tolist() == odd and engine.trained() == [engine.seen[-1]]
 
 
 def test_a_history_without_its_thinking_is_another_trajectory() -> None:

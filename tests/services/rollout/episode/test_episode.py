@@ -14,7 +14,7 @@ from millrace.trajectories import sampled_spans
 from millrace.wire.arrays import unpack_experts, unpack_logprobs, unpack_tokens
 from services.coordinator.state.group import Wanted, fault
 from services.rollout import replica
-from services.rollout.engine import Engine, Sample, Sampling, StopReason, VersionSpan
+from services.rollout.engine import Completion, Engine, Sampling, StopReason, VersionSpan
 from services.rollout.episode.episode import Episode, Prompt, Trajectory, Turn
 from services.rollout.episode.slots import EpisodeSlot
 from services.rollout.scoring.scored import Scored
@@ -26,12 +26,12 @@ from tests.services.rollout.reference import logprobs
 from tests.services.rollout.stack import replica_stack
 
 
-def sample(first: int, count: int, version: int = 0, experts: int | None = None) -> Sample:
+def sample(first: int, count: int, version: int = 0, experts: int | None = None) -> Completion:
     """`experts`: number of tokens whose experts are told, all of them the version."""
     told = None if experts is None else np.full((experts, 2, 1), version, np.int64)
     spans = (VersionSpan(Version(version), 0, count),)
     tokens = np.arange(first, first + count, dtype=np.int32)
-    return Sample(tokens, np.full(count, -0.5, np.float32), spans, StopReason.END_OF_TURN, f"t{first}", told)
+    return Completion(tokens, np.full(count, -0.5, np.float32), spans, StopReason.END_OF_TURN, f"t{first}", told)
 
 
 def given(*tokens: int) -> np.ndarray:
@@ -99,12 +99,12 @@ async def two_turns_and_a_fork(engine: Engine, prompt: Prompt, sampling: Samplin
     turns: list[Turn] = []
     for before in (given(), tool):
         sampled = await engine.generate(np.concatenate([*history, before]).tolist(), sampling)
-        slot.sampled(sampled)
+        slot.completed(sampled)
         history += [before, sampled.tokens]
         turns.append(Turn(sampled, before, "<tool>42</tool>" if len(before) else "", reward=0.25))
     short = np.concatenate(history)[-9:]
     last = await engine.generate(short.tolist(), sampling)
-    slot.sampled(last)
+    slot.completed(last)
     return Episode((Trajectory(tuple(turns)), Trajectory((Turn(last),), short, "in short")))
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from millrace.errors import InvalidJob
 from millrace.spec import JobSpec
-from services.rollout.engine import Load, Sample, Sampling, StopReason
+from services.rollout.engine import Completion, Load, Sampling, StopReason
 from services.rollout.judges import client as judge_client
 from services.rollout.pools.replica import WAITING
 from tests.models import byte_tokenizer, save_judge_model
@@ -155,14 +155,14 @@ class Stuck:
         self.asked = 0
         self.cancelled = 0
 
-    async def reply(self, prompt_tokens: list[int], sampling: Sampling) -> Sample:
+    async def reply(self, prompt_tokens: list[int], sampling: Sampling) -> Completion:
         self.asked += 1
         try:
             await self.goes_on.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        return Sample(np.zeros(1, np.int32), np.zeros(1, np.float32), (), StopReason.LENGTH, "so")
+        return Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), (), StopReason.LENGTH, "so")
 
     async def stop(self) -> None: ...
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from millrace.spec.pool import PoolTask
-from services.rollout.engine import Sample, Sampling, StopReason
+from services.rollout.engine import Completion, Sampling, StopReason
 from services.rollout.engines import create_replying
 from tests.models import byte_tokenizer, save_judge_model
 from tests.services.rollout.pools.test_scoring_engine import VLLM, held
@@ -24,7 +24,7 @@ def test_replies_are_those_of_the_model_in_the_folder(name: str, tmp_path: Path)
     """A greedy one that the model ends, one that is cut, and one that a string ends."""
     folder = save_judge_model(tmp_path)
 
-    async def replies() -> list[Sample]:
+    async def replies() -> list[Completion]:
         engine = create_replying(name)
         await engine.start(held(folder, PoolTask.REPLIES, engine=name))
         try:

@@ -11,7 +11,7 @@ import httpx
 
 from millrace.data.chat import Rendered
 from millrace.data.row import PromptRow
-from services.rollout.engine import Sample, Sampling, StopReason
+from services.rollout.engine import Completion, Sampling, StopReason
 from services.rollout.episode.chat import Chat
 from services.rollout.episode.episode import Episode, Prompt
 from services.rollout.episode.slots import Slots
@@ -44,7 +44,7 @@ class Scripted:
     name: str = "scripted"
     capacity: int = 4096
 
-    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
         self.asked.append(sampling)
         text = self.policy(TOKENIZER.decode(prompt_tokens))
         whole = TOKENIZER.encode(text + "<|im_end|>", add_special_tokens=False)

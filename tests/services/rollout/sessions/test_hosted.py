@@ -22,7 +22,7 @@ from millrace.environments.built_in import Verifiers
 from millrace.environments.registry import check
 from millrace.errors import InvalidJob
 from millrace.spec.environment import Environment
-from services.rollout.engine import Sample, Sampling
+from services.rollout.engine import Completion, Sampling
 from services.rollout.episode.episode import Episode, EpisodeFailed, Prompt
 from services.rollout.episode.slots import Slots
 from services.rollout.sessions.hosted import HostedEpisodes
@@ -166,9 +166,9 @@ def test_an_episode_has_its_slot_only_while_it_generates() -> None:
         async with hosted(play) as (_, episodes, here):
             generate = here.engine.generate
 
-            async def watched(prompt: list[int], sampling: Sampling) -> Sample:
+            async def watched(prompt: list[int], sampling: Sampling) -> Completion:
                 during.append(slots.generating)
-                sample: Sample = await generate(prompt, sampling)
+                sample: Completion = await generate(prompt, sampling)
                 return sample
 
             here.engine.generate = watched

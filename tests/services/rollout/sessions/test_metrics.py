@@ -7,7 +7,7 @@ from prometheus_client import generate_latest
 
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.prometheus.registry import DeclaredRegistry
-from services.rollout.engine import Sample, Sampling
+from services.rollout.engine import Completion, Sampling
 from services.rollout.sessions.metrics import SessionMetrics
 from tests.services.rollout.sessions.served import Served, served, user
 
@@ -52,7 +52,7 @@ def test_overhead_leaves_out_the_seconds_in_the_engine() -> None:
     async def turn(here: Served) -> float:
         generate = here.engine.generate
 
-        async def slow(prompt: list[int], sampling: Sampling) -> Sample:
+        async def slow(prompt: list[int], sampling: Sampling) -> Completion:
             await asyncio.sleep(ENGINE_S)
             return await generate(prompt, sampling)  # type: ignore[no-any-return]
 

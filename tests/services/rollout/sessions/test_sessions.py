@@ -7,7 +7,7 @@ import pytest
 
 from millrace.contracts.v1 import common_pb2
 from millrace.drops import DropReason
-from services.rollout.engine import Sample, Sampling
+from services.rollout.engine import Completion, Sampling
 from services.rollout.episode.episode import Episode, EpisodeFailed
 from services.rollout.episode.slots import Slots
 from tests.services.rollout.coordinator import until
@@ -187,7 +187,7 @@ def test_an_abandoned_session_is_offered_again_and_then_dropped() -> None:
         async with served(episode_s=0.3) as here:
             aborted = asyncio.Event()
 
-            async def generate(prompt: list[int], sampling: Sampling) -> Sample:
+            async def generate(prompt: list[int], sampling: Sampling) -> Completion:
                 try:
                     await asyncio.Event().wait()
                 finally:
@@ -215,9 +215,9 @@ def test_a_session_has_its_slot_until_it_is_claimed_and_while_it_generates() -> 
         async with served() as here:
             slots, generate, during = Slots(1), here.engine.generate, list[int]()
 
-            async def watched(prompt: list[int], sampling: Sampling) -> Sample:
+            async def watched(prompt: list[int], sampling: Sampling) -> Completion:
                 during.append(slots.generating)
-                sample: Sample = await generate(prompt, sampling)
+                sample: Completion = await generate(prompt, sampling)
                 return sample
 
             here.engine.generate = watched
@@ -241,7 +241,7 @@ def test_a_client_that_goes_away_frees_the_engine_and_may_ask_again() -> None:
         async with served() as here:
             begun, aborted, generate = asyncio.Event(), asyncio.Event(), here.engine.generate
 
-            async def hang(prompt: list[int], sampling: Sampling) -> Sample:
+            async def hang(prompt: list[int], sampling: Sampling) -> Completion:
                 begun.set()
                 try:
                     await asyncio.Event().wait()

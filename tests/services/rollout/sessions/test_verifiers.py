@@ -19,7 +19,7 @@ import pytest
 from millrace.contracts.v1 import common_pb2
 from millrace.drops import DropReason
 from millrace.spec import JobSpec
-from services.rollout.engine import Sample, Sampling
+from services.rollout.engine import Completion, Sampling
 from services.rollout.engines.versioned import VersionedEngine
 from services.rollout.sessions.server import SessionServer
 from tests.models import save_tiny_model
@@ -161,7 +161,7 @@ def test_a_host_that_is_killed_costs_its_episodes_and_goes_on_when_it_is_back(
     reached = asyncio.Event()
     generate = VersionedEngine.generate
 
-    async def held(self: Any, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+    async def held(self: Any, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
         if not reached.is_set():
             reached.set()
             await asyncio.Event().wait()

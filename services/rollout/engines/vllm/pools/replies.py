@@ -9,7 +9,7 @@ import numpy as np
 
 from millrace.errors import InvalidState
 from millrace.ids import Version
-from services.rollout.engine import EngineDied, PoolModel, Sample, Sampling, StopReason, VersionSpan, end_of_turn
+from services.rollout.engine import Completion, EngineDied, PoolModel, Sampling, StopReason, VersionSpan, end_of_turn
 from services.rollout.engines.vllm.pools.engine import VllmPoolEngine, pool_arguments
 from services.rollout.engines.vllm.sampling import is_whole, parameters, stop_reason
 
@@ -29,7 +29,7 @@ class VllmReplies(VllmPoolEngine):
     def _arguments(self, model: PoolModel) -> Any:
         return engine_arguments(model)
 
-    async def reply(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Sample:
+    async def reply(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
         """See `ReplyEngine`."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -47,7 +47,7 @@ class VllmReplies(VllmPoolEngine):
         stopped = ended is StopReason.STOP_STRING
         text = output.text if stopped else await asyncio.to_thread(self._text, output.token_ids)
         logprobs, versions = np.asarray(output.logprobs.logprobs, np.float32), VersionSpan(Version(0), 0, len(tokens))
-        return Sample(tokens, logprobs, (versions,), ended, text)
+        return Completion(tokens, logprobs, (versions,), ended, text)
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
