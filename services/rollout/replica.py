@@ -29,8 +29,7 @@ from services.rollout.engines import create, import_errors, import_transformers
 from services.rollout.environments.runner import EnvironmentEpisodes
 from services.rollout.judges.client import JudgeClient
 from services.rollout.judges.scorer import JudgeScorer
-from services.rollout.member.member import CLOSE_S, FleetMember
-from services.rollout.member.metrics import MemberMetrics
+from services.rollout.member.member import CLOSE_S, FleetMember, MemberMetrics
 from services.rollout.nodes.leader import Leader
 from services.rollout.sessions.episodes import AgentEpisodes, check_allowed
 from services.rollout.sessions.hosted import HostedEpisodes

@@ -17,9 +17,8 @@ from millrace.wire.arrays import unpack_tokens
 from millrace.wire.channel import Peer, token
 from services.rollout.engine import TokenSequence
 from services.rollout.engines import create_scoring
-from services.rollout.member.endpoint import HttpEndpoint
-from services.rollout.member.metrics import MemberMetrics
-from services.rollout.member.process import MemberProcess, Reached, signals
+from services.rollout.member.member import MemberMetrics
+from services.rollout.member.process import HttpEndpoint, MemberProcess, Reached, signals
 from services.rollout.pools.endpoint import application
 from services.rollout.pools.replica import PoolReplica
 

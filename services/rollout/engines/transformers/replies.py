@@ -50,7 +50,7 @@ class TransformersReplies:
         from transformers import AutoTokenizer
 
         from services.rollout.engines.transformers.decoding import DecodeLoop, Endings
-        from services.rollout.engines.transformers.pool_model import device_name, load
+        from services.rollout.engines.transformers.model import device_name, load
 
         pool = model.pool
         options = checked_options(Options, pool.engine_options, f"{model.field}.engine_options")

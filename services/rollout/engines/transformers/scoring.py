@@ -77,7 +77,7 @@ class TransformersScoring:
             raise EngineDied(f"the model of the pool failed: {error}", fix) from error
 
     def _build(self, model: PoolModel) -> None:
-        from services.rollout.engines.transformers.pool_model import device_name, load
+        from services.rollout.engines.transformers.model import device_name, load
 
         options = checked_options(Options, model.pool.engine_options, f"{model.field}.engine_options")
         self._model, self._spec = load(model, options.device, options.attn_implementation), model

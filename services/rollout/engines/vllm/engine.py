@@ -40,8 +40,8 @@ from services.rollout.engines.versioned import VersionedEngine, samples_that_fit
 from services.rollout.engines.vllm import options as vllm_options
 from services.rollout.engines.vllm.adapter import lora_request
 from services.rollout.engines.vllm.environment import before_start, set_cpu_environment
+from services.rollout.engines.vllm.options import is_whole, parameters, stop_reason
 from services.rollout.engines.vllm.processes import kill_engine, shut_down, start_errors
-from services.rollout.engines.vllm.sampling import is_whole, parameters, stop_reason
 from services.rollout.engines.vllm.versions import VersionMarks
 from services.rollout.nodes.leader import Leader
 from services.rollout.nodes.place import EngineStart

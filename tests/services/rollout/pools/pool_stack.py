@@ -10,7 +10,7 @@ from millrace.ids import new_member_id
 from millrace.spec import JobSpec
 from millrace.wire.channel import Peer
 from millrace.wire.server import Server
-from services.rollout.member.endpoint import HttpEndpoint
+from services.rollout.member.process import HttpEndpoint
 from services.rollout.pools.endpoint import application
 from services.rollout.pools.replica import PoolReplica
 from services.rollout.pools.service import servicers

@@ -10,8 +10,8 @@ import numpy as np
 from millrace.errors import InvalidState
 from millrace.ids import Version
 from services.rollout.engine import Completion, EngineDied, PoolModel, Sampling, StopReason, VersionSpan, end_of_turn
+from services.rollout.engines.vllm.options import is_whole, parameters, stop_reason
 from services.rollout.engines.vllm.pools.engine import VllmPoolEngine, pool_arguments
-from services.rollout.engines.vllm.sampling import is_whole, parameters, stop_reason
 
 SEQUENCES_ON_CPU = 64
 
