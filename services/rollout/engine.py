@@ -62,7 +62,7 @@ class Completion:
     """What an engine generated for one request."""
 
     tokens: NDArray[np.int32]
-    """[tokens], the end-of-turn token included where the model produced one."""
+    """[tokens], the end-of-turn token included if the model produced one."""
     logprobs: NDArray[np.float32]
     """[tokens], nats, in the distribution that was sampled from: after temperature, top-k and top-p. For greedy samples
     in the model's own distribution (temperature 1)."""
@@ -72,7 +72,7 @@ class Completion:
     text: str
     """The text without special tokens, and without the stop string that ended it."""
     experts: NDArray[np.integer] | None = None
-    """Experts that the routers chose, where the job replays routers: [tokens, layers with experts, experts a token] for
+    """Experts that the routers chose, if the job replays routers: [tokens, layers with experts, experts a token] for
     the first tokens of prompt and response. The last token may be missing: no expert may have seen it."""
     waited_s: float = 0.0
     """Seconds that it waited in the engine for one of its slots."""
@@ -97,11 +97,11 @@ class EngineStats:
     """Part of its cache of keys and values that running requests hold, 0 to 1. An engine without a cache of fixed size
     gives the part of its slots that is in use."""
     prompt_tokens: int = 0
-    """Tokens of the prompts of all requests so far; 0 where the engine has no cache of prompts."""
+    """Tokens of the prompts of all requests so far; 0 if the engine has no cache of prompts."""
     cached_prompt_tokens: int = 0
     """The part of these tokens whose keys and values were in the cache."""
     preempted: int = 0
-    """Requests so far that lost their keys and values because the cache was full, and were computed again; 0 where the
+    """Requests so far that lost their keys and values because the cache was full, and were computed again; 0 if the
     engine does not tell. Those that a publication had computed again are not among them."""
 
 
@@ -131,14 +131,14 @@ class Engine(EngineWeights, Protocol):
         is in place, or none was for a while since the call began."""
 
     def load(self) -> Load:
-        """Raises EngineDied where the engine has ended."""
+        """Raises EngineDied if the engine has ended."""
 
     def stats(self) -> EngineStats | None:
-        """Unlike `load`, which counts what the replica has asked for. None where the library has told nothing (yet)."""
+        """Unlike `load`, which counts what the replica has asked for. None if the library has told nothing (yet)."""
 
     async def finish_batch(self) -> None:
-        """Returns when what generates has come to the end of a batch, at once where it has nothing to do. It never
-        does where the engine stands still. Raises Unavailable where a worker does not answer in time."""
+        """Returns when what generates has come to the end of a batch, at once if it has nothing to do. It never
+        does if the engine stands still. Raises Unavailable if a worker does not answer in time."""
 
 
 class EngineDied(MillraceError):
@@ -203,12 +203,12 @@ class PoolEngine(Protocol):
     at_once: int
     """Calls that it computes at once. Further ones wait."""
     context: int | None
-    """Longest sequence, tokens; None where the model does not say."""
+    """Longest sequence, tokens; None if the model does not say."""
     vocabulary: int
     """Tokens have ids below this."""
 
     async def start(self, model: PoolModel) -> None:
-        """Loads the model. Raises InvalidJob where it cannot do what the pool is for."""
+        """Loads the model. Raises InvalidJob if it cannot do what the pool is for."""
 
     async def stop(self) -> None:
         """Frees the model. Idempotent."""
@@ -228,5 +228,5 @@ class ReplyEngine(PoolEngine, Protocol):
     """Replies to prompts."""
 
     async def reply(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
-        """A reply; its tokens are of version 0. Cancelling the call aborts it. Raises InvalidState where the engine
+        """A reply; its tokens are of version 0. Cancelling the call aborts it. Raises InvalidState if the engine
         stops."""

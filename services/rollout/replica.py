@@ -146,7 +146,7 @@ class Replica(FleetMember):
             await engine.stop()
 
     def _on_version(self, version: Version | None) -> None:
-        """A commit ended: with `version` in place, or with None where it failed half-way."""
+        """A commit ended: with `version` in place, or with None if it failed half-way."""
         self.version = version
         if version is None:
             self.state = rollout_pb2.ENGINE_STATE_WITHOUT_WEIGHTS
@@ -158,7 +158,7 @@ class Replica(FleetMember):
             self.leases.serve(self.generator())
 
     def generator(self) -> GroupGenerator:
-        """What generates groups for the current job. Raises InvalidState where no version is in place."""
+        """What generates groups for the current job. Raises InvalidState if no version is in place."""
         if self.engine is None or self.job is None or self.version is None:
             what = f"{self.member_id} holds no verified version and generates nothing."
             raise InvalidState(what, "configure it and publish a version to it.")
@@ -176,7 +176,7 @@ class Replica(FleetMember):
         return self._generator
 
     def _episodes(self, job: Job) -> EnvironmentEpisodes | HostedEpisodes | AgentEpisodes | None:
-        """What runs the episodes of a job; None where an episode is one answer."""
+        """What runs the episodes of a job; None if an episode is one answer."""
         if job.chat is None:
             return None
         if job.environments is not None:
@@ -185,14 +185,14 @@ class Replica(FleetMember):
         return (HostedEpisodes if hosted else AgentEpisodes).of_job(job.spec, job.chat, self.sessions)
 
     def receiver(self, job_id: str) -> PublicationReceiver:
-        """Raises InvalidState where the replica is not configured for that job."""
+        """Raises InvalidState if the replica is not configured for that job."""
         if self._receiver is None or self.job is None or self.job.id != job_id:
             held = self.job.id if self.job else "no job"
             raise InvalidState(f"{self.member_id} is configured for {held}, not for {job_id}.", "configure it first.")
         return self._receiver
 
     async def describe(self, request: rollout_pb2.DescribeReceiveRequest) -> rollout_pb2.DescribeReceiveResponse:
-        """The part of a manifest that each worker of the engine wants. Raises PublicationFailed where the manifest does
+        """The part of a manifest that each worker of the engine wants. Raises PublicationFailed if the manifest does
         not fit the engine."""
         self.receiver(request.job_id)
         assert self.engine is not None

@@ -162,7 +162,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
 async def _verify(
     receiver: PublicationReceiver, request: rollout_pb2.VerifyReceiveRequest
 ) -> rollout_pb2.VerifyReceiveResponse:
-    """VERIFY, and COMMIT where the request asks for both. A COMMIT that fails is answered: the caller is to know which
+    """VERIFY, and COMMIT if the request asks for both. A COMMIT that fails is answered: the caller is to know which
     of the two failed."""
     publication = PublicationId.from_proto(request.publication)
     with span(SpanKind.VERIFY):

@@ -72,7 +72,7 @@ def _calls(given: Any, field: str) -> list[dict[str, Any]]:
 
 
 def arguments_of(given: Any) -> Any:
-    """The arguments of a call as an object, which most chat templates expect; the text itself where it is not JSON."""
+    """The arguments of a call as an object, which most chat templates expect; the text itself if it is not JSON."""
     if not isinstance(given, str):
         return given or {}
     try:

@@ -25,13 +25,13 @@ Answer = Callable[[Request], Awaitable[Response]]
 
 def key_of(request: Request) -> str:
     """The key that came with a request, as OpenAI's clients (`Authorization: Bearer`) or Anthropic's (`x-api-key`)
-    send it; empty where none did."""
+    send it; empty if none did."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
 def check_token(request: Request, secret: str) -> None:
-    """Raises Refused for a caller without the token of the deployment; where there is none (`secret` is empty), for
+    """Raises Refused for a caller without the token of the deployment; if there is none (`secret` is empty), for
     the page of a browser: it may be anybody's."""
     if secret and not hmac.compare_digest(key_of(request).encode(), secret.encode()):
         what, fix = "the token is missing or wrong.", "send `Authorization: Bearer <MILLRACE_TOKEN>`."

@@ -30,7 +30,7 @@ async def streamed(
     request: Request, work: Coroutine[Any, Any, SampledTurn], events: Events, refused: Callable[[Refused], str]
 ) -> Response:
     """The turn of `work` as `events`. It is cancelled when the sender of the request goes away. Raises Refused and
-    ClientDisconnect where they come before the stream has begun."""
+    ClientDisconnect if they come before the stream has begun."""
     sampling, away = asyncio.create_task(work), asyncio.create_task(gone(request))
     both = {sampling, away}
     try:

@@ -27,7 +27,7 @@ def create(name: str, nodes: Leader | None = None) -> Engine:
 
 @contextlib.contextmanager
 def import_errors(name: str) -> Iterator[None]:
-    """Raises InvalidState with the fix where the engine `name` is installed and, as it starts, cannot be imported."""
+    """Raises InvalidState with the fix if the engine `name` is installed and, as it starts, cannot be imported."""
     try:
         yield
     except ImportError as error:

@@ -75,7 +75,7 @@ class AdapterShape:
 
 
 def adapter_shape(spec: JobSpec) -> AdapterShape | None:
-    """The adapter that the job's replicas serve; None where they get whole weights. Raises InvalidJob."""
+    """The adapter that the job's replicas serve; None if they get whole weights. Raises InvalidJob."""
     lora = spec.model.lora
     if lora is None or not spec.model.publishes_adapter:
         return None
@@ -90,7 +90,7 @@ def not_served(reason: str) -> InvalidJob:
 
 
 def check_placed(shape: AdapterShape, engine: str, unplaced: Collection[Collection[str]]) -> None:
-    """Raises InvalidJob where no worker has a place for the adapter of some layer. `unplaced` are the names of the
+    """Raises InvalidJob if no worker has a place for the adapter of some layer. `unplaced` are the names of the
     layers that each worker has no place for."""
     if nowhere := set.intersection(*map(set, unplaced)):
         kinds = sorted({layer.kind for layer in shape.layers if layer.name in nowhere})

@@ -50,7 +50,7 @@ def check_name(engine: str, name: str, known: Set[str], options: str) -> None:
 def mistake_in(
     engine: str, name: str, reserved: Mapping[str, str], known: Set[str], options: str, field: str = FIELD
 ) -> Mistake | None:
-    """What is wrong with the name of an option that `field` has; None where nothing is. `reserved`: the options that
+    """What is wrong with the name of an option that `field` has; None if nothing is. `reserved`: the options that
     the replica sets itself, each with the field of the job that has the same effect, or empty. The rest is as in
     `check_name`."""
     if name in reserved:

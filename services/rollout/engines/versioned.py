@@ -93,7 +93,7 @@ class VersionedEngine(ABC):
         self._slots = Slots(lambda: self.capacity)
         self._tokenizer: Any = None
         self._version: Version | None = None
-        """The version in place; None where there is none."""
+        """The version in place; None if there is none."""
         self._dropped = 0
         """How often the version was dropped. Requests that ran then are refused when they end."""
         self._weight_changes = 0
@@ -141,7 +141,7 @@ class VersionedEngine(ABC):
         """Ends all requests in flight."""
 
     async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
-        """Raises InvalidState where no version is in place, or none was at some time until the sample ended."""
+        """Raises InvalidState if no version is in place, or none was at some time until the sample ended."""
         self.load()
         await self._may_begin.wait()
         self.load()
@@ -298,7 +298,7 @@ class VersionedEngine(ABC):
     async def _ask(
         self, method: Callable[[Any, *Arguments], Answer], *arguments: *Arguments, paused: bool = False
     ) -> list[Answer]:
-        """Every worker's answer: see `Workers.ask`. Raises EngineDied where a worker is gone."""
+        """Every worker's answer: see `Workers.ask`. Raises EngineDied if a worker is gone."""
         try:
             return await self._workers.ask(method, *arguments, paused=paused)
         except WorkerDied as error:
@@ -346,8 +346,8 @@ class VersionedEngine(ABC):
 
 
 def in_shadow(request: TransferRequest, workers: Sequence[Prepared]) -> bool:
-    """Whether a transfer is received in spare memory: as it asks, or else where the memory of every worker allows
-    it; always where it cannot be put in place as it arrives."""
+    """Whether a transfer is received in spare memory: as it asks, or else if the memory of every worker allows
+    it; always if it cannot be put in place as it arrives."""
     if not all(worker.inplace_possible for worker in workers):
         return True
     if request.mode == weights_pb2.COMMIT_MODE_UNSPECIFIED:

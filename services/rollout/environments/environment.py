@@ -42,14 +42,14 @@ class Session(Protocol):
         """The answer of a tool."""
 
     async def score(self) -> tuple[float | None, dict[str, Any]]:
-        """The score at the end, with further values; None where the environment gives none."""
+        """The score at the end, with further values; None if the environment gives none."""
 
 
 class Environments(Protocol):
     """The environment of a job: it gives a session to each episode. Use it between `start` and `close`."""
 
     async def start(self) -> None:
-        """Makes it ready. Raises InvalidJob where it cannot be used, Unavailable where it cannot be reached."""
+        """Makes it ready. Raises InvalidJob if it cannot be used, Unavailable if it cannot be reached."""
 
     async def close(self) -> None:
         """Ends it. Sessions in progress fail."""
@@ -64,7 +64,7 @@ class Environments(Protocol):
 
     def session(self) -> AbstractAsyncContextManager[Session]:
         """A session for one episode, as soon as there is room for one. Entering and leaving raise EnvironmentFailed,
-        and Unavailable where no episode can be run any more."""
+        and Unavailable if no episode can be run any more."""
 
 
 class ToolsAlone:

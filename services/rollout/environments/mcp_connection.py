@@ -65,7 +65,7 @@ class Connection:
             return self._client
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Called:
-        """What a tool answers. Raises Unreachable where the connection is lost; it is made again for the next call."""
+        """What a tool answers. Raises Unreachable if the connection is lost; it is made again for the next call."""
         client = await self.open()
         try:
             async with asyncio.timeout(self._call_s):
@@ -87,7 +87,7 @@ class Connection:
         return Called(_text(result), failed=result.is_error)
 
     async def close(self) -> None:
-        """Ends the connection, and the server where it is a command."""
+        """Ends the connection, and the server if it is a command."""
         task, self._task, self._client, self._timeouts = self._task, None, None, 0
         if task is not None:
             self._closing.set()

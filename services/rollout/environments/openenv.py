@@ -66,7 +66,7 @@ class OpenEnvServer:
         self.tools: Sequence[Mapping[str, Any]] = ()
 
     async def start(self) -> None:
-        """Asks the server for its action, and for its tools where the policy acts by tools."""
+        """Asks the server for its action, and for its tools if the policy acts by tools."""
         schema = await self._action_schema()
         fields = set(schema.get("properties", {}))
         if (field := self._options.action_field) is not None:

@@ -13,7 +13,7 @@ VERL_CLASS = "millrace.environments.verl.environment:VerlEnvironment"
 
 
 def environments_of(environment: Environment, reward: Reward) -> Environments | None:
-    """The environment of a job, not started, with the limits of its `reward`; None where a host plays the episodes by
+    """The environment of a job, not started, with the limits of its `reward`; None if a host plays the episodes by
     itself. Raises InvalidJob."""
     if environment.name == VERIFIERS:
         return None

@@ -14,10 +14,10 @@ from millrace.spec.environment import Environment
 from millrace.spec.model import Reward
 from services.rollout.environments.environment import Called, EnvironmentFailed, ProcessLost
 from services.rollout.user_process.pool import START_TIMEOUT_S, ProcessPool
-from services.rollout.user_process.process import ScoringProcess, Setup, WorkerDied
+from services.rollout.user_process.process import Setup, UserProcess, WorkerDied
 
 
-class EnvironmentProcess(ScoringProcess):
+class EnvironmentProcess(UserProcess):
     """A process that answers several calls at once. After WorkerDied, or TimeoutError of a call, it is to be killed."""
 
     condemned = False
@@ -27,7 +27,7 @@ class EnvironmentProcess(ScoringProcess):
     _waiting: dict[int, "_Call"]
 
     async def ask(self, arguments: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer to one call. Raises WorkerDied, and TimeoutError where the process answers no call at all for
+        """The answer to one call. Raises WorkerDied, and TimeoutError if the process answers no call at all for
         `timeout_s`: a call may wait for those of other episodes. One that is cancelled goes on in the process."""
         if self._reader is None:
             self._waiting, self._reader = {}, asyncio.create_task(self._read())
@@ -124,7 +124,7 @@ class ProcessSession:
         return Called(told["content"], told["failed"], told["reward"], told["done"])
 
     async def score(self) -> tuple[float | None, dict[str, Any]]:
-        """The score at the end, with further values; None where the environment gives none."""
+        """The score at the end, with further values; None if the environment gives none."""
         told = await self._ask("score")
         return told["score"], told["details"]
 
@@ -201,7 +201,7 @@ class EnvironmentPool(ProcessPool):
     @asynccontextmanager
     async def session(self) -> AsyncIterator[ProcessSession]:
         """A place for one episode, as soon as one is free. A process that does not answer is killed, with all of its
-        episodes. Raises Unavailable where the pool is closed or no process can be started any more."""
+        episodes. Raises Unavailable if the pool is closed or no process can be started any more."""
         process = await self._take()
         assert isinstance(process, EnvironmentProcess)
         session = ProcessSession(process, self._environment, next(self._numbers))

@@ -50,7 +50,7 @@ class EnvironmentEpisodes:
 
     async def __call__(self, engine: Engine, prompt: Prompt, sampling: Sampling, slot: EpisodeSlot) -> Episode:
         """One episode, which has its slot only while it generates. One whose environment fails is run again once.
-        Raises EpisodeFailed, Unavailable where the environment cannot run any episode any more."""
+        Raises EpisodeFailed, Unavailable if the environment cannot run any episode any more."""
         with slot.free():
             return await self._run(engine, prompt, sampling, slot)
 
@@ -184,7 +184,7 @@ class _Run:
 
 
 def _decoded(arguments: str) -> Any:
-    """The arguments of a call; the text itself where it is not JSON, which no tool accepts."""
+    """The arguments of a call; the text itself if it is not JSON, which no tool accepts."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):

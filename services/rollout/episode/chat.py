@@ -65,7 +65,7 @@ class Chat:
         return max(len(token.encode(errors="replace")) for token in self._tokenizer.get_vocab())
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Chat":
-        """The same format with other tools. Raises InvalidJob where it cannot read calls of tools although there are
+        """The same format with other tools. Raises InvalidJob if it cannot read calls of tools although there are
         some."""
         other = copy.copy(self)
         other._take_tools(tools)
@@ -125,7 +125,7 @@ class Chat:
     def between(
         self, seen: Sequence[int], turn: int, history: Sequence[Message], new: Sequence[Message]
     ) -> list[int] | None:
-        """The tokens that follow `seen`, so that the policy answers `new`; None where the format writes what was said
+        """The tokens that follow `seen`, so that the policy answers `new`; None if the format writes what was said
         before in another way, so that `seen` is not the beginning of any prompt.
 
         `seen` are the tokens of the engine up to the end of a turn that began at `turn`, `history` the messages that
@@ -195,7 +195,7 @@ def _call(number: int, parsed: Any) -> dict[str, Any]:
 
 
 def _json(value: Any) -> str:
-    """As JSON, readable where it can be sent: half of a surrogate pair, which a model may write, is no character."""
+    """As JSON, readable if it can be sent: half of a surrogate pair, which a model may write, is no character."""
     text = json.dumps(value, ensure_ascii=False)
     return text if text.isascii() or not any("\ud800" <= each <= "\udfff" for each in text) else json.dumps(value)
 

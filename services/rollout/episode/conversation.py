@@ -17,7 +17,7 @@ class Conversation:
     """A conversation in progress. Its methods change it, and do nothing else."""
 
     def __init__(self, chat: Chat, messages: Sequence[Message], prompt: Sequence[int] | None = None) -> None:
-        """Begins with `messages`. `prompt`: their tokens, where the engine has seen them already; None: the chat format
+        """Begins with `messages`. `prompt`: their tokens, if the engine has seen them already; None: the chat format
         makes them. Raises BadRow."""
         self._chat = chat
         self._history = list(messages)
@@ -78,7 +78,7 @@ class Conversation:
 
     def added_by(self, history: Sequence[Message]) -> list[Message] | None:
         """The messages that a client, which sends its whole `history` each time, adds to this conversation: those to
-        `tell`, none where `prompt` waits for its answer already. None where the history is not this conversation's, or
+        `tell`, none if `prompt` waits for its answer already. None if the history is not this conversation's, or
         was rewritten.
 
         Messages of the policy are compared by their text and calls of tools: clients leave out reasoning, and rename
@@ -91,7 +91,7 @@ class Conversation:
 
     def again(self, history: Sequence[Message]) -> Self | None:
         """A conversation that begins with the prompt of a turn that was sampled after exactly `history`, or that waits
-        for its answer; None where there is none such. Its tokens are those that the engine saw."""
+        for its answer; None if there is none such. Its tokens are those that the engine saw."""
         known = list(map(_identity, history))
         for count, remembered, growing, end in self._begun:
             if count == len(known) and self._identities[:count] == known:

@@ -137,7 +137,7 @@ class Episode:
     scored: Scored | None = None
     """The score that the environment gave; None: the reward function scores `answer`."""
     account: common_pb2.EpisodeAccount | None = None
-    """What happened in it; None where it had no environment."""
+    """What happened in it; None if it had no environment."""
 
     @classmethod
     def of(cls, completion: Completion) -> Self:

@@ -40,7 +40,7 @@ class Growing:
         return len(self.tokens) - self.prompt
 
     def added_by(self, prompt: Sequence[int]) -> Sequence[int] | None:
-        """The tokens that `prompt` has after those of the trajectory; None where it does not begin with them."""
+        """The tokens that `prompt` has after those of the trajectory; None if it does not begin with them."""
         known = len(self.tokens)
         return prompt[known:] if list(prompt[:known]) == self.tokens else None
 
@@ -97,7 +97,7 @@ class TokenStrand:
         return self._growing.response_tokens
 
     def added_by(self, tokens: Sequence[int]) -> Sequence[int] | None:
-        """What `tokens`, the next prompt, add to what was seen before; None where they do not begin with it."""
+        """What `tokens`, the next prompt, add to what was seen before; None if they do not begin with it."""
         return self._growing.added_by(tokens)
 
     def give(self, tokens: Sequence[int]) -> None:

@@ -182,7 +182,7 @@ async def _read(response: httpx.Response) -> bytes:
 
 
 def _content(text: bytes) -> str:
-    """The text of the first choice; empty where the model said nothing."""
+    """The text of the first choice; empty if the model said nothing."""
     try:
         content: Any = json.loads(text)["choices"][0]["message"].get("content")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

@@ -14,7 +14,7 @@ from millrace.wire.reach import may_take_proxy
 from services.rollout.pools.client import PoolClient, PoolMembers
 
 FAILED_S = 10.0
-"""How long a replica that failed is asked only where all others have failed too."""
+"""How long a replica that failed is asked only if all others have failed too."""
 
 
 class JudgePlace(Protocol):
@@ -38,7 +38,7 @@ class JudgeUrl:
     """A judge behind a URL. See `JudgePlace`."""
 
     def __init__(self, judge: Judge) -> None:
-        """Raises KeyError where the environment has no such key."""
+        """Raises KeyError if the environment has no such key."""
         self._url = (judge.url or "").rstrip("/")
         self.model = judge.model or ""
         self.key = os.environ[judge.api_key_env] if judge.api_key_env is not None else ""
@@ -84,5 +84,5 @@ class JudgePool:
 
 
 def place_of(judge: Judge, pools: Mapping[str, PoolClient]) -> JudgePlace:
-    """Where a judge is; `pools` are those of the job, by name. Raises KeyError where the environment lacks its key."""
+    """Where a judge is; `pools` are those of the job, by name. Raises KeyError if the environment lacks its key."""
     return JudgeUrl(judge) if judge.pool is None else JudgePool(pools[judge.pool].members)

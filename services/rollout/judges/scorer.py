@@ -25,7 +25,7 @@ class JudgeScorer:
     """Scores answers by asking a judge. `close` ends its connections."""
 
     def __init__(self, term: JudgeTerm, pools: Mapping[str, PoolClient] | None = None) -> None:
-        """`pools`: a client of each pool of the job, by name. Raises InvalidJob where this host lacks the template's
+        """`pools`: a client of each pool of the job, by name. Raises InvalidJob if this host lacks the template's
         file or the variable with the key."""
         self.term = term
         try:

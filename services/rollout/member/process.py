@@ -32,7 +32,7 @@ BACKLOG = 4096
 
 
 class HttpEndpoint:
-    """Serves an ASGI application at `host:port`; port 0 takes a free one. Raises Unavailable where the port is
+    """Serves an ASGI application at `host:port`; port 0 takes a free one. Raises Unavailable if the port is
     taken."""
 
     def __init__(self, app: object, host: str, port: int) -> None:
@@ -215,7 +215,7 @@ class Watched(Protocol):
 
 
 async def watch(replica: Watched, limit_s: float, on_death: Callable[[EngineDied], None]) -> None:
-    """Asks the engine whether it still computes, until cancelled. Calls `on_death` where it has not answered for
+    """Asks the engine whether it still computes, until cancelled. Calls `on_death` if it has not answered for
     `limit_s`, and returns."""
     since, engine = time.monotonic(), None
     while True:

@@ -1,4 +1,4 @@
-"""A follower: joins the leader, carries out its orders, and ends where the leader is lost."""
+"""A follower: joins the leader, carries out its orders, and ends if the leader is lost."""
 
 import asyncio
 import socket
@@ -30,7 +30,7 @@ class EngineShare(Protocol):
 
     async def start(self, spec: JobSpec, start: EngineStart) -> None:
         """Starts the workers, which meet those of the other nodes. Raises InvalidJob for what the job asks wrongly,
-        Unavailable where they do not start, or `stop` was called meanwhile."""
+        Unavailable if they do not start, or `stop` was called meanwhile."""
 
     async def died(self) -> str:
         """Waits until a worker has ended by itself; says which, and how. Called once the workers have started."""
@@ -83,7 +83,7 @@ class Follower:
         self._lost_after_s = 0.0
         self._report = _Report()
         self._changed = asyncio.Event()
-        """Set where the report has changed, so that the leader hears of it at once."""
+        """Set when the report has changed, so that the leader hears of it at once."""
         self._work: asyncio.Task[None] | None = None
 
     @property
@@ -95,8 +95,8 @@ class Follower:
         self._say(draining=True)
 
     async def run(self, patience_s: float) -> FollowerEnd:
-        """Joins within `patience_s`, then follows until the generation ends. Raises InvalidState where the leader
-        refuses this node, Unavailable where it cannot be reached in time."""
+        """Joins within `patience_s`, then follows until the generation ends. Raises InvalidState if the leader
+        refuses this node, Unavailable if it cannot be reached in time."""
         await self._join(patience_s)
         try:
             return await self._follow()
@@ -160,7 +160,7 @@ class Follower:
                 self._work = asyncio.create_task(self._carry_out(answer, self._work))
 
     async def _beat(self, within_s: float) -> nodes_pb2.NodeBeatResponse | None:
-        """The leader's answer; None where the report changed while it was waited for. Raises MillraceError."""
+        """The leader's answer; None if the report changed while it was waited for. Raises MillraceError."""
         self._changed.clear()
         beating = asyncio.ensure_future(self._leader.call(NodesRpc.Beat, self._message()))
         changed = asyncio.ensure_future(self._changed.wait())

@@ -75,15 +75,15 @@ class Leader:
         self._complete = False
         """All followers have joined: from now on the loss of one ends this generation."""
         self._starting: asyncio.Future[None] | None = None
-        """Fails where a follower cannot start its share of the engine."""
+        """Fails if a follower cannot start its share of the engine."""
         self._loss: NodeLost | None = None
         self._spec = ""
 
     # What followers call.
 
     async def join(self, request: nodes_pb2.JoinNodesRequest) -> nodes_pb2.JoinNodesResponse:
-        """Makes the caller a node of this generation. Raises InvalidState where its settings differ from the leader's,
-        Unavailable where this generation ends."""
+        """Makes the caller a node of this generation. Raises InvalidState if its settings differ from the leader's,
+        Unavailable if this generation ends."""
         self._check(request)
         known = self._followers.get(request.node_rank)
         if known is None or known.life != request.life:
@@ -142,7 +142,7 @@ class Leader:
     # What the replica does.
 
     async def whole(self, within_s: float) -> None:
-        """Waits until all followers have joined. Raises Unavailable where they do not in time."""
+        """Waits until all followers have joined. Raises Unavailable if they do not in time."""
         try:
             async with asyncio.timeout(within_s), self._changed:
                 await self._changed.wait_for(lambda: not self._missing)
@@ -317,7 +317,7 @@ def servicers(leader: Leader) -> Mapping[str, Callable[[grpc.aio.Server], None]]
 
 
 async def meet(nodes: Leader, replica: FleetMember, stops: asyncio.Queue[int], patience_s: float) -> bool:
-    """Waits until all followers have joined; False where this process was told to stop first. Raises Unavailable where
+    """Waits until all followers have joined; False if this process was told to stop first. Raises Unavailable if
     they do not join within `patience_s`."""
 
     def drain() -> None:

@@ -58,7 +58,7 @@ class Place:
 
     @classmethod
     def of(cls, engine: str, nodes: int, rank: int, leader: str) -> Self | None:
-        """The place that the options of the command name; None for a replica on one host. Raises InvalidState where
+        """The place that the options of the command name; None for a replica on one host. Raises InvalidState if
         they do not fit together, or the engine lies on one host."""
         if nodes == 1:
             if rank or leader:
@@ -79,7 +79,7 @@ class Place:
 
     def own_port(self, asked: int) -> int:
         """The port of this node's gRPC server; `asked` is that of --port, 0 for any. A follower has none. Raises
-        InvalidState where the followers would look for the leader at another port."""
+        InvalidState if the followers would look for the leader at another port."""
         if self.rank == 0 and asked not in (0, self.port):
             raise _wrong("--port", asked, f"--leader names port {self.port}", "leave --port out on node 0.")
         return self.port
@@ -106,7 +106,7 @@ class EngineStart:
 
 def network_environment() -> Mapping[str, str]:
     """Environment variables by which engine libraries find the address and the interface at which this host's other
-    nodes reach it. Raises InvalidState where MILLRACE_HOST is no name of this host."""
+    nodes reach it. Raises InvalidState if MILLRACE_HOST is no name of this host."""
     try:
         address = socket.gethostbyname(host_address())
     except OSError as error:

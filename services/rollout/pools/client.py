@@ -32,7 +32,7 @@ class PoolMember:
     address: str
     """host:port of its gRPC server."""
     endpoint: str
-    """host:port of its OpenAI-compatible endpoint; empty where it has none."""
+    """host:port of its OpenAI-compatible endpoint; empty if it has none."""
 
 
 class PoolMembers:
@@ -100,8 +100,8 @@ class PoolClient:
         self._room = asyncio.Semaphore(AT_ONCE)
 
     async def call(self, method: Unary[Request, Response], request: Request) -> Response:
-        """The answer of the replica that has fewest of this caller's requests; where one fails, of another. Waits as
-        long as the pool has no replica. Raises Unavailable where ATTEMPTS of them failed, and what a replica says of
+        """The answer of the replica that has fewest of this caller's requests; if one fails, of another. Waits as
+        long as the pool has no replica. Raises Unavailable if ATTEMPTS of them failed, and what a replica says of
         the request itself."""
         async with self._room:
             failed: set[str] = set()
@@ -122,7 +122,7 @@ class PoolClient:
         raise AssertionError("ATTEMPTS is at least 1")
 
     async def _least_busy(self, failed: set[str]) -> str:
-        """A replica that has not failed at the request; where all have, any of them, after a moment."""
+        """A replica that has not failed at the request; if all have, any of them, after a moment."""
         ready = [member.address for member in await self.members.ready()]
         others = [address for address in ready if address not in failed]
         if not others:

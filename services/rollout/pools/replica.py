@@ -180,7 +180,7 @@ class PoolReplica(FleetMember):
 
     @property
     def context(self) -> int | None:
-        """Longest prompt and reply together, tokens; None where no model says."""
+        """Longest prompt and reply together, tokens; None if no model says."""
         return self._engine.context if self._engine is not None else None
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -188,7 +188,7 @@ class PoolReplica(FleetMember):
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def check_replies(self) -> None:
-        """Raises Refused where this replica does not reply, or not now."""
+        """Raises Refused if this replica does not reply, or not now."""
         if self._model is None or not self.job_id:
             what = f"{self.member_id} of the pool {self.pool} is not ready."
             raise Refused(Refusals.UNAVAILABLE, what, "ask again, or ask another replica.")
@@ -239,7 +239,7 @@ class PoolReplica(FleetMember):
 
     @contextmanager
     def _call(self, job_id: str, pool: str, task: PoolTask) -> Iterator[PoolEngine]:
-        """A call that is answered with the engine. Raises InvalidState where this replica cannot."""
+        """A call that is answered with the engine. Raises InvalidState if this replica cannot."""
         engine, model = self._engine, self._model
         if engine is None or model is None or (self.job_id, self.pool, model.task) != (job_id, pool, task):
             held = f"job {self.job_id}" if self.job_id else "no job"
@@ -319,7 +319,7 @@ def _downloaded(spec: JobSpec, pool: str) -> JobSpec:
 
 
 def _created(engine: str, task: PoolTask) -> PoolEngine:
-    """An engine for a task. Raises InvalidJob where it is none for that."""
+    """An engine for a task. Raises InvalidJob if it is none for that."""
     try:
         return create_replying(engine) if task is PoolTask.REPLIES else create_scoring(engine)
     except NotFound as error:
@@ -327,7 +327,7 @@ def _created(engine: str, task: PoolTask) -> PoolEngine:
 
 
 def _pool_model(spec: JobSpec, name: str) -> PoolModel:
-    """What a replica of the pool has to hold for the job. Raises InvalidJob where the job has no such pool."""
+    """What a replica of the pool has to hold for the job. Raises InvalidJob if the job has no such pool."""
     for number, pool in enumerate(spec.pools):
         for task in spec.pool_tasks(name) if pool.name == name else ():
             size = vocabulary(Path(spec.model.path)) if task is PoolTask.LOGPROBS else None
@@ -337,7 +337,7 @@ def _pool_model(spec: JobSpec, name: str) -> PoolModel:
 
 
 def _tokenizer(model: PoolModel, spec: JobSpec) -> Any:
-    """The tokenizer of the pool's model. Raises InvalidJob where it cannot be loaded, for a teacher that does not have
+    """The tokenizer of the pool's model. Raises InvalidJob if it cannot be loaded, for a teacher that does not have
     the policy's tokens, and for a judge without a chat template."""
     from transformers import AutoTokenizer
 

@@ -30,7 +30,7 @@ class Teacher:
 
     @classmethod
     def of_job(cls, spec: JobSpec, pools: Mapping[str, PoolClient]) -> Self | None:
-        """The job's teacher; None where it has none. `pools`: by name."""
+        """The job's teacher; None if it has none. `pools`: by name."""
         if (distillation := spec.algorithm.distillation) is None:
             return None
         return cls(pools[distillation.pool], teacher_top(spec) or 0)
@@ -40,7 +40,7 @@ class Teacher:
     ) -> list[common_pb2.TokenScores]:
         """The scores of the sampled tokens of each trajectory. `prompt`: tokens of the group's prompt, int32.
 
-        Waits while the pool has no replica. Raises Unavailable where replicas fail, InvalidRequest where the teacher
+        Waits while the pool has no replica. Raises Unavailable if replicas fail, InvalidRequest if the teacher
         refuses the tokens, and ValueError for scores that cannot be used.
         """
         found = await asyncio.gather(*(self._score(batch) for batch in self._batches(prompt, trajectories)))
@@ -96,7 +96,7 @@ class PoolScorer:
     client: PoolClient
 
     async def score(self, row: PromptRow, answers: Sequence[Answer]) -> list[Scored]:
-        """The scores of the answers to the row's prompt, in their order. Raises Unavailable where replicas of the pool
+        """The scores of the answers to the row's prompt, in their order. Raises Unavailable if replicas of the pool
         fail; waits while it has none."""
         batches = [answers[first : first + CONVERSATIONS] for first in range(0, len(answers), CONVERSATIONS)]
         found = await asyncio.gather(*(self._score(row, batch) for batch in batches))

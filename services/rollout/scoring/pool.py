@@ -1,7 +1,7 @@
 """Scores groups in a pool of processes, while the engine generates.
 
 A call that hangs, crashes, raises, needs too much memory or does not return a number costs only its own answer: the
-pool kills the process where needed, starts another, and `Scored.failure` says what happened.
+pool kills the process if needed, starts another, and `Scored.failure` says what happened.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from millrace.rewards.term import Term
 from millrace.spec.model import Reward
 from services.rollout.scoring.scored import Answer, Scored, Weighted, summed
 from services.rollout.user_process.pool import START_TIMEOUT_S, ProcessPool
-from services.rollout.user_process.process import ScoringProcess, Setup, WorkerDied, absolute
+from services.rollout.user_process.process import Setup, UserProcess, WorkerDied, absolute
 
 Found = TypeVar("Found")
 
@@ -81,7 +81,7 @@ class ScoringPool(ProcessPool):
     ) -> list[Scored]:
         """Scores the answers of one group, in their order, on as many processes as are free.
 
-        Raises Unavailable where the pool is closed, or no process can be started any more.
+        Raises Unavailable if the pool is closed, or no process can be started any more.
         """
         return summed(self.terms, await self.scores_by_term(data_source, answers, ground_truth, extra_info))
 
@@ -108,7 +108,7 @@ class ScoringPool(ProcessPool):
         finally:
             self._give_back(worker, usable=usable)
 
-    async def _ask(self, worker: ScoringProcess, arguments: Mapping[str, Any]) -> tuple[list[Scored], bool]:
+    async def _ask(self, worker: UserProcess, arguments: Mapping[str, Any]) -> tuple[list[Scored], bool]:
         """The scores, and whether the process can be used again."""
         start = time.perf_counter()
 
@@ -151,7 +151,7 @@ class TermScorer(Protocol):
 
     async def score(self, row: PromptRow, answers: Sequence[Answer]) -> list[Scored]:
         """The scores of the answers to the row's prompt, in their order. It may wait for another service. Raises
-        Unavailable where that fails: the group is generated again."""
+        Unavailable if that fails: the group is generated again."""
 
 
 class RewardScorer:

@@ -22,7 +22,7 @@ class Scored:
     """The score of one answer."""
 
     score: float | None
-    """A finite number; None where scoring failed."""
+    """A finite number; None if scoring failed."""
     details: dict[str, Any] = field(default_factory=dict)
     """Further values that the reward function returned."""
     seconds: float = 0.0
@@ -35,7 +35,7 @@ class Weighted(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of its score; empty where that is the reward."""
+        """Name of its score; empty if that is the reward."""
 
     @property
     def weight(self) -> float:

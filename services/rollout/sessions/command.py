@@ -23,13 +23,13 @@ from services.rollout.sessions.command_worker import LONGEST_TAIL
 from services.rollout.sessions.open_sessions import Endpoint
 from services.rollout.sessions.session import AgentFailed, Session
 from services.rollout.user_process.pool import START_TIMEOUT_S
-from services.rollout.user_process.process import ScoringProcess, Setup, WorkerDied
+from services.rollout.user_process.process import Setup, UserProcess, WorkerDied
 
 FIELD = "rollout.agent.command"
 
 
 def check_command(agent: Agent) -> None:
-    """Raises InvalidJob where there is no such program here."""
+    """Raises InvalidJob if there is no such program here."""
     if agent.command and shutil.which(agent.command[0]) is None:
         fix = "give the absolute path of a program that every replica's host has, or its name in their PATH."
         raise refused(FIELD, agent.command[0], "there is no such program", fix)
@@ -54,7 +54,7 @@ class Ended:
     """How a command ended."""
 
     status: int
-    """Exit status; −n where signal n killed it."""
+    """Exit status; −n if signal n killed it."""
     tail: str
     """The end of what it printed."""
 
@@ -97,7 +97,7 @@ def variables(session: Session, url: str, row: Mapping[str, Any]) -> dict[str, s
 
 
 async def run(agent: Agent, reward: Reward, session: Session, endpoint: Endpoint, row: Mapping[str, Any]) -> Ended:
-    """Runs the command to its end; a caller that is cancelled kills it. Raises AgentFailed where it cannot be run, or
+    """Runs the command to its end; a caller that is cancelled kills it. Raises AgentFailed if it cannot be run, or
     was killed for a limit."""
     if not agent.sandbox:
         return await _plain(agent.command, variables(session, endpoint.url, row))
@@ -122,11 +122,11 @@ async def run(agent: Agent, reward: Reward, session: Session, endpoint: Endpoint
     return Ended(reply["status"], reply["tail"])
 
 
-async def _sandbox(agent: Agent, reward: Reward, channel: int) -> ScoringProcess:
+async def _sandbox(agent: Agent, reward: Reward, channel: int) -> UserProcess:
     limits = (reward.memory_mb, reward.network, reward.isolation == "required")
     setup = AgentSetup(agent.command[0], {}, *limits, code_of(agent.command), channel)
     try:
-        process = await ScoringProcess.start(setup, START_TIMEOUT_S)
+        process = await UserProcess.start(setup, START_TIMEOUT_S)
     except WorkerDied as death:
         raise AgentFailed(f"the sandbox of the command was {death}") from death
     except InvalidJob as error:

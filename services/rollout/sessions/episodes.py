@@ -84,7 +84,7 @@ class AgentEpisodes:
         raise EpisodeFailed(Drop(DropReason.ENVIRONMENT_FAILED, "; then ".join(failures)))
 
     async def _played(self, session: Session) -> Ended | None:
-        """Returns when the agent has ended the episode; how its command ended, where one did. Raises AgentFailed, and
+        """Returns when the agent has ended the episode; how its command ended, if one did. Raises AgentFailed, and
         what the engine raised."""
         if self.agent.command:
             async with self.running:

@@ -213,8 +213,8 @@ def episode_of(session: Session, told: Told) -> Episode:
 def trained(
     recorded: Sequence[Trajectory], prompt: Sequence[int], branches: Sequence[Branch]
 ) -> tuple[Trajectory, ...]:
-    """The recorded trajectories, each up to its first turn that is in no branch. Raises EnvironmentFailed where a
-    branch has a turn that was not recorded, or where nothing is left."""
+    """The recorded trajectories, each up to its first turn that is in no branch. Raises EnvironmentFailed if a
+    branch has a turn that was not recorded, or if nothing is left."""
     wanted = {span for branch in branches for span in branch.spans()}
     kept, found = list[Trajectory](), set[Span]()
     for each in recorded:

@@ -65,7 +65,7 @@ class OpenSessions:
         session.deadline = asyncio.get_running_loop().time() + deadline_s
 
     def claim(self) -> Session:
-        """The session that has waited longest for an agent. Raises Refused where none waits."""
+        """The session that has waited longest for an agent. Raises Refused if none waits."""
         if not self._waiting:
             raise Refused(Refusals.BUSY, "no episode waits for an agent here.", "ask again, or ask another replica.")
         session, claimed = self._waiting.popleft()

@@ -39,7 +39,7 @@ class Chats:
         self._of: OrderedDict[str, Chat] = OrderedDict()
 
     def of(self, tools: Sequence[Mapping[str, Any]]) -> tuple[Chat, str]:
-        """The format with these tools, and the tools as text. Raises Refused where it cannot read calls of tools."""
+        """The format with these tools, and the tools as text. Raises Refused if it cannot read calls of tools."""
         key = json.dumps(tools, sort_keys=True) if tools else ""
         if not key:
             return self.without_tools, key

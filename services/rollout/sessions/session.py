@@ -45,7 +45,7 @@ class _Held(Generic[S]):
     numbers: list[int] = field(default_factory=list)
     """The numbers of its turns among those of the session."""
     called_at: float = 0.0
-    """When the last turn called tools; 0.0 where it did not."""
+    """When the last turn called tools; 0.0 if it did not."""
 
 
 class Session:
@@ -153,7 +153,7 @@ class Session:
             task.cancel()
 
     def episode(self) -> Episode:
-        """What was recorded. Raises AgentFailed where that is nothing."""
+        """What was recorded. Raises AgentFailed if that is nothing."""
         known: list[_Held[Conversation] | _Held[TokenStrand]] = [*self._conversations, *self._sequences]
         used = sorted((each for each in known if each.numbers), key=lambda each: each.numbers[-1])
         if not used:
@@ -192,7 +192,7 @@ class Session:
         return held
 
     def _sequence(self, tokens: Sequence[int]) -> _Held[TokenStrand]:
-        """The sequence that `tokens` extend, busy; a new one where they extend none. Raises Refused."""
+        """The sequence that `tokens` extend, busy; a new one if they extend none. Raises Refused."""
         for held in _idle(self._sequences):
             if (added := held.strand.added_by(tokens)) is not None:
                 self.policy.chats.check_tokens(added)
@@ -288,7 +288,7 @@ class Session:
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
-        """While a request is answered. Raises Refused where as many are as the session has turns left."""
+        """While a request is answered. Raises Refused if as many are as the session has turns left."""
         if self._requests >= max(1, self.policy.max_turns - self._turns):
             raise Refused(Refusals.FULL, f"{self.id} has {self._requests} requests in progress.", "ask again later.")
         self._requests += 1
@@ -309,7 +309,7 @@ class Session:
         return size
 
     async def _rendered(self, render: Callable[[], T], size: int) -> T:
-        """Runs what makes `size` characters of messages into tokens. Raises Refused where the chat format refuses the
+        """Runs what makes `size` characters of messages into tokens. Raises Refused if the chat format refuses the
         messages."""
         try:
             async with self.policy.chats.large if size > LARGE else nullcontext():
@@ -318,7 +318,7 @@ class Session:
             raise Refused(Refusals.INVALID, error.what, error.fix, "messages") from error
 
     def _check_open(self) -> None:
-        """Raises Refused where the session is over."""
+        """Raises Refused if the session is over."""
         if self.ended.is_set():
             raise Refused(Refusals.ENDED, f"{self.id} is over.", "claim another episode.")
 
@@ -356,7 +356,7 @@ def _text_bytes(asked: TurnRequest) -> int:
 
 
 async def computed(work: Callable[[], T], size: int) -> T:
-    """The result of `work` on `size` characters and tokens, which runs in a thread where they are many. A caller that
+    """The result of `work` on `size` characters and tokens, which runs in a thread if they are many. A caller that
     is cancelled waits for its end: what a thread changes is free for others only then."""
     if size <= SHORT:
         return work()

@@ -8,7 +8,7 @@ import structlog
 
 from millrace.errors import InvalidJob, Unavailable
 from millrace.sandbox.boundaries import Missing
-from services.rollout.user_process.process import ScoringProcess, Setup, WorkerDied
+from services.rollout.user_process.process import Setup, UserProcess, WorkerDied
 
 log = structlog.get_logger(__name__)
 START_ATTEMPTS = 3
@@ -18,7 +18,7 @@ START_TIMEOUT_S = 120.0
 class ProcessPool:
     """`size` processes that each have loaded what `setup` names. Use it between `start` and `close`."""
 
-    process: ClassVar[type[ScoringProcess]] = ScoringProcess
+    process: ClassVar[type[UserProcess]] = UserProcess
     """What it starts."""
 
     def __init__(
@@ -29,10 +29,10 @@ class ProcessPool:
         self._size = size
         self._uses_at_once = uses_at_once
         self._start_timeout_s = start_timeout_s
-        self._alive: set[ScoringProcess] = set()
-        self._idle: asyncio.Queue[ScoringProcess | None] = asyncio.Queue()
+        self._alive: set[UserProcess] = set()
+        self._idle: asyncio.Queue[UserProcess | None] = asyncio.Queue()
         """Each living process as often as it can be taken; dead ones until they are found."""
-        self._replaced: set[ScoringProcess] = set()
+        self._replaced: set[UserProcess] = set()
         """Processes that were killed and have not ended yet."""
         self._starting: set[asyncio.Task[None]] = set()
         self._over: Unavailable | None = Unavailable("the pool of processes was not started.", "start it first.")
@@ -47,8 +47,8 @@ class ProcessPool:
         return self._idle.qsize()
 
     async def start(self) -> None:
-        """Starts the processes. Raises InvalidJob where the function cannot be loaded or a boundary that is required
-        is missing, Unavailable where no process can be started."""
+        """Starts the processes. Raises InvalidJob if the function cannot be loaded or a boundary that is required
+        is missing, Unavailable if no process can be started."""
         self._over, self._idle = None, asyncio.Queue()
         started = await asyncio.gather(*(self._start_one() for _ in range(self._size)), return_exceptions=True)
         for failure in started:
@@ -75,7 +75,7 @@ class ProcessPool:
         await asyncio.gather(*(worker.end() for worker in self._alive))
         self._alive.clear()
 
-    async def _take(self) -> ScoringProcess:
+    async def _take(self) -> UserProcess:
         while self._over is None:
             worker = await self._idle.get()
             if worker is None:
@@ -87,14 +87,14 @@ class ProcessPool:
                 self._replace(worker)
         raise self._over
 
-    def _give_back(self, worker: ScoringProcess, *, usable: bool) -> None:
+    def _give_back(self, worker: UserProcess, *, usable: bool) -> None:
         """Ends what `_take` began."""
         if usable:
             self._idle.put_nowait(worker)
         else:
             self._replace(worker)
 
-    def _replace(self, worker: ScoringProcess) -> None:
+    def _replace(self, worker: UserProcess) -> None:
         """Starts another process in the place of `worker`, once, however often it was taken."""
         worker.kill()
         if self._over is not None or worker in self._replaced or worker not in self._alive:
@@ -103,7 +103,7 @@ class ProcessPool:
         self._replaced.add(worker)
         self._starting.add(asyncio.create_task(self._start_another(worker)))
 
-    async def _start_another(self, worker: ScoringProcess) -> None:
+    async def _start_another(self, worker: UserProcess) -> None:
         await worker.end()
         self._alive.discard(worker)
         self._replaced.discard(worker)
@@ -118,7 +118,7 @@ class ProcessPool:
         finally:
             self._starting.discard(asyncio.current_task())
 
-    async def _start_one(self) -> ScoringProcess:
+    async def _start_one(self) -> UserProcess:
         """Starts a process. A function that cannot be loaded is an error at once; a process that dies meanwhile is
         tried again, at most START_ATTEMPTS times."""
         for attempt in range(1, START_ATTEMPTS + 1):

@@ -82,7 +82,7 @@ class Setup:
         return {**asdict(self), "function": absolute(self.function)}
 
 
-class ScoringProcess:
+class UserProcess:
     """One process, with one call at a time. After WorkerDied, TimeoutError or a cancelled call it has to be killed."""
 
     def __init__(self, spawned: "_Spawned", control: socket.socket, memory_mb: int) -> None:
@@ -104,7 +104,7 @@ class ScoringProcess:
     async def start(cls, setup: Setup, timeout_s: float) -> Self:
         """Starts a process and waits until the function is loaded.
 
-        Raises InvalidJob where the function cannot be loaded or takes too long to, WorkerDied where the process ends.
+        Raises InvalidJob if the function cannot be loaded or takes too long to, WorkerDied if the process ends.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -271,7 +271,7 @@ def _kill_marked(mark: str) -> None:
 
 
 def _accept(greeting: Mapping[str, Any], setup: Setup) -> tuple[Missing, ...]:
-    """The boundaries that are missing. Raises InvalidJob where the function cannot be used."""
+    """The boundaries that are missing. Raises InvalidJob if the function cannot be used."""
     if told := greeting.get("refused"):
         raise InvalidJob(told["what"], told["fix"])
     if failure := greeting.get("failure"):
@@ -291,7 +291,7 @@ def _missing(told: Sequence[Sequence[str]]) -> tuple[Missing, ...]:
 
 
 def absolute(function: str) -> str:
-    """The name of a function with the whole path of its file: the sandbox has another working folder and home."""
+    """The name of a function with the absolute path of its file: the sandbox has another working folder and home."""
     target = Target(*function.rpartition(":")[::2])
     return f"{Path(target.place).expanduser().absolute()}:{target.function}" if target.is_file else function
 

@@ -23,7 +23,7 @@ class ReceiveReport:
     """Time inside the channel's calls, of the slowest worker."""
     checksum_s: float
     code_s: float = 0.0
-    """Time to decode messages, where only changes travel, of the slowest worker."""
+    """Time to decode messages if only changes travel, of the slowest worker."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class CommitReport:
     compare_s: float
     """Time to compare the parameters bit for bit with what was received, of the slowest worker."""
     pause_s: float
-    """Time from the last token under the old version, or the order to pause where that came later, until generation
+    """Time from the last token under the old version, or the order to pause if that came later, until generation
     could continue."""
     loader_tensors: int
     """Tensors that went whole through the engine's own loader."""
@@ -80,14 +80,14 @@ class EngineWeights(Protocol):
         """Whether an abort now leaves parameters of two versions: nothing may be served then until a later commit."""
 
     async def describe(self, manifest: Manifest) -> Sequence[Boxes]:
-        """The boxes of the manifest that each worker wants; nothing where this engine cannot tell. Raises InvalidJob
-        where the manifest does not fit the engine's model."""
+        """The boxes of the manifest that each worker wants; nothing if this engine cannot tell. Raises InvalidJob
+        if the manifest does not fit the engine's model."""
 
     async def hosts(self) -> Sequence[str]:
         """The name of each worker's host."""
 
     async def prepare(self, request: TransferRequest) -> None:
-        """Checks a coming version against the engine and makes memory ready for it. Raises PublicationFailed where it
+        """Checks a coming version against the engine and makes memory ready for it. Raises PublicationFailed if it
         does not fit."""
 
     async def begin_receive(self) -> None:
@@ -95,7 +95,7 @@ class EngineWeights(Protocol):
         generation first. Returns at once."""
 
     async def received(self) -> ReceiveReport:
-        """Waits for the last byte. Raises PublicationFailed where it does not come."""
+        """Waits for the last byte. Raises PublicationFailed if it does not come."""
 
     async def commit(self, version: Version | None, cache_policy: CachePolicy) -> CommitReport:
         """Pauses, keeping requests in flight, puts what was received in place, compares, resumes. `version` is served
@@ -107,12 +107,12 @@ class EngineWeights(Protocol):
 
     async def prepare_send(self, request: TransferRequest, served: str) -> bytes:
         """Prepares to send what publication `served` put in place, as the senders of `request`. Answers NCCL's unique
-        id where the parameters are on GPUs. Raises PublicationFailed where some of it is not here as it was
+        id if the parameters are on GPUs. Raises PublicationFailed if some of it is not here as it was
         published."""
 
     async def send(self, request: TransferRequest) -> SendReport:
-        """Sends during generation; returns when the last byte is sent. Raises PublicationFailed where that fails, and
-        where `end_send` comes first."""
+        """Sends during generation; returns when the last byte is sent. Raises PublicationFailed if that fails, and
+        if `end_send` comes first."""
 
     async def end_send(self) -> None:
         """Ends what `prepare_send` began: nothing reads the parameters for it after this. Idempotent."""

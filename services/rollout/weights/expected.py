@@ -30,7 +30,7 @@ class ExpectedMessages:
     """Names of the tensors that a message has parts of."""
 
     def compare(self, received: Checksums, sent: Sequence[int], member_id: str) -> None:
-        """Raises PublicationFailed where messages are missing, or differ from what was sent."""
+        """Raises PublicationFailed if messages are missing, or differ from what was sent."""
         if len(sent) != self.sent or sorted(number for number, _ in received) != list(self.numbers):
             what = f"{member_id} got {len(received)} messages of {len(self.numbers)}, {len(sent)} checksums."
             raise PublicationFailed(what, "run the same release of millrace everywhere.")
@@ -41,7 +41,7 @@ class ExpectedMessages:
 
 
 def expected(request: TransferRequest, workers: int, planner: Planner) -> ExpectedMessages:
-    """The messages for a replica of so many workers. Raises PublicationFailed where the layouts do not fit together,
+    """The messages for a replica of so many workers. Raises PublicationFailed if the layouts do not fit together,
     InvalidState for an unknown path."""
     if request.path in (weights_pb2.PATH_SHARDED, weights_pb2.PATH_DELTA):
         return _of_shards(request, workers, planner)

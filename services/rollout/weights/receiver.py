@@ -33,7 +33,7 @@ class Agreed:
     """The answer to PREPARE."""
 
     plan_hash: bytes
-    """Empty where the request only names a plan that is not known here."""
+    """Empty if the request only names a plan that is not known here."""
     begun: bool = False
     """Whether this replica receives already."""
     lacks_base: bool = False
@@ -53,7 +53,7 @@ class _Prepared:
 class PublicationReceiver:
     """One replica's state in publications, for one job on one engine.
 
-    `on_version` is called with the version that is served from now on, or None where a commit failed half-way and
+    `on_version` is called with the version that is served from now on, or None if a commit failed half-way and
     nothing may be served. `on_report` is called with this member's report of each publication that it commits.
     """
 
@@ -95,8 +95,8 @@ class PublicationReceiver:
         self._expiry: asyncio.Task[None] | None = None
 
     async def prepare(self, request: rollout_pb2.PrepareReceiveRequest) -> Agreed:
-        """Checks manifest and plan. Also starts to receive, where the request asks for it and an abort would cost
-        nothing, since generation goes on. Raises Fenced, InvalidState and PublicationFailed where the publication is
+        """Checks manifest and plan. Also starts to receive, if the request asks for it and an abort would cost
+        nothing, since generation goes on. Raises Fenced, InvalidState and PublicationFailed if the publication is
         refused."""
         publication = PublicationId.from_proto(request.publication)
         if not self._has_begun(request, publication):
@@ -123,7 +123,7 @@ class PublicationReceiver:
     async def _prepare(
         self, request: rollout_pb2.PrepareReceiveRequest, publication: PublicationId, state: PublicationState
     ) -> bool:
-        """PREPARE, in its turn. False where the request only names a plan that is not known here."""
+        """PREPARE, in its turn. False if the request only names a plan that is not known here."""
         started = time.perf_counter()
         if self._state.phase in UNFINISHED:
             self._state = self._state.fail()
@@ -162,7 +162,7 @@ class PublicationReceiver:
             raise PublicationFailed(what, "publish the base to it first.", (self._member_id,))
 
     def _agreed(self, request: rollout_pb2.PrepareReceiveRequest, transfer: TransferRequest) -> ExpectedMessages:
-        """The messages that this replica receives. Raises PublicationFailed where the sender has another plan."""
+        """The messages that this replica receives. Raises PublicationFailed if the sender has another plan."""
         if request.receiver.world_size != self._engine.world_size:
             what = f"{self._member_id} has {self._engine.world_size} workers, not {request.receiver.world_size}."
             raise PublicationFailed(what, "configure it again.", (self._member_id,))
@@ -186,7 +186,7 @@ class PublicationReceiver:
             self._state = state
 
     async def verify(self, publication: PublicationId, checksums: Sequence[int]) -> None:
-        """Waits for the last byte and compares with the sender's checksums. Raises PublicationFailed where bytes did
+        """Waits for the last byte and compares with the sender's checksums. Raises PublicationFailed if bytes did
         not come or differ; the old version is still served then."""
         async with self._turn:
             state = self._state.advance(publication, Phase.VERIFY)
@@ -205,7 +205,7 @@ class PublicationReceiver:
             self._state = state
 
     async def commit(self, publication: PublicationId) -> weights_pb2.MemberReport:
-        """Puts the version in place. Raises PublicationFailed where that fails: no version is served then."""
+        """Puts the version in place. Raises PublicationFailed if that fails: no version is served then."""
         async with self._turn:
             state = self._state.advance(publication, Phase.COMMIT)
             if state is self._state:
@@ -302,7 +302,7 @@ class PublicationReceiver:
         return ServedVersion(served.job, served.version, dict(self._in_place))
 
     def _with_culprit(self, error: PublicationFailed) -> PublicationFailed:
-        """The same error, with this member as the culprit where none is named."""
+        """The same error, with this member as the culprit if none is named."""
         return PublicationFailed(error.what, error.fix, error.culprits or (self._member_id,))
 
     def _member_report(self, committed: CommitReport) -> weights_pb2.MemberReport:
@@ -325,7 +325,7 @@ class PublicationReceiver:
         )
 
     def _expire_after(self, seconds: float, publication: PublicationId) -> None:
-        """Aborts the publication after `seconds`, even where nobody calls again."""
+        """Aborts the publication after `seconds`, even if nobody calls again."""
 
         def expire() -> None:
             reason = f"not committed within {seconds:g} s"

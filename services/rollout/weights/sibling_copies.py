@@ -73,7 +73,7 @@ class SiblingCopies:
         self._expiry: asyncio.Task[None] | None = None
 
     async def describe(self, content: Content) -> trainer_pb2.DescribeSendResponse:
-        """The manifest of `content`, and the boxes of each worker. Raises InvalidState where it cannot be copied
+        """The manifest of `content`, and the boxes of each worker. Raises InvalidState if it cannot be copied
         now."""
         _, served = self._served(content)
         boxes, hosts = await self._engine.describe(served.manifest), await self._engine.hosts()
@@ -142,7 +142,7 @@ class SiblingCopies:
         return _Prepared(transfer, plan, store, answer, time.perf_counter() - began)
 
     async def transfer(self, publication: PublicationId) -> trainer_pb2.TransferSendResponse:
-        """Sends; returns when the last byte is sent. Raises PublicationFailed where it fails or is ended."""
+        """Sends; returns when the last byte is sent. Raises PublicationFailed if it fails or is ended."""
         state = self._state.advance(publication, Phase.TRANSFER)
         if state is not self._state:
             assert self._prepared is not None
@@ -173,7 +173,7 @@ class SiblingCopies:
         return trainer_pb2.TransferSendResponse(checksums=weights_pb2.Checksums(values=values), report=report)
 
     async def finish(self, publication: PublicationId) -> None:
-        """Ends the copy where it is under way and frees its memory. Another copy is not touched. Idempotent."""
+        """Ends the copy if it is under way and frees its memory. Another copy is not touched. Idempotent."""
         if publication == self._state.publication:
             await self._end()
 
@@ -211,7 +211,7 @@ class SiblingCopies:
         return served, served.contents[content]
 
     def _expire_after(self, seconds: float, publication: PublicationId) -> None:
-        """Ends the copy after `seconds`, even where nobody calls again."""
+        """Ends the copy after `seconds`, even if nobody calls again."""
 
         def expire() -> None:
             self._expiry = asyncio.create_task(self.finish(publication))

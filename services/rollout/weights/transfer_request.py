@@ -43,12 +43,12 @@ class TransferRequest:
     world_size: int
     """Ranks of the communicator: all senders and every worker of every receiver."""
     first_rank: int
-    """Rank of this replica's first worker in the communicator; its other workers follow. 0 where they send."""
+    """Rank of this replica's first worker in the communicator; its other workers follow. 0 if they send."""
     timeout_s: float
     """Limits the joining of the communicator and each operation after it."""
     path: "weights_pb2.Path"
     layouts: weights_pb2.Sides = field(default_factory=weights_pb2.Sides)
-    """The boxes that each sender holds and each receiver wants; empty where the path does not use them."""
+    """The boxes that each sender holds and each receiver wants; empty if the path does not use them."""
     communicator: str = ""
     """Names the communicator of a sharded transfer, which may live longer than the transfer."""
     already_joined: bool = False
@@ -56,17 +56,17 @@ class TransferRequest:
     leave_after: bool = False
     """All ranks leave that communicator when the transfer ends."""
     nccl_id: bytes = b""
-    """NCCL's unique id; empty where the ranks meet over Gloo."""
+    """NCCL's unique id; empty if the ranks meet over Gloo."""
     mode: "weights_pb2.CommitMode" = weights_pb2.COMMIT_MODE_UNSPECIFIED
-    """How the version is put in place; unspecified: shadow where the memory allows it."""
+    """How the version is put in place; unspecified: shadow if the memory allows it."""
     plan_hash: bytes = b""
     base: str = ""
     """Key of the publication that is in place here, and that changes may be sent against; empty: everything is sent."""
 
     @classmethod
     def from_proto(cls, request: rollout_pb2.PrepareReceiveRequest, known: KnownPlan) -> "TransferRequest | None":
-        """None where the request only gives the hash of a plan, and `known` is another plan. Raises PublicationFailed
-        where the manifest contradicts its own hash."""
+        """None if the request only gives the hash of a plan, and `known` is another plan. Raises PublicationFailed
+        if the manifest contradicts its own hash."""
         publication, rendezvous = PublicationId.from_proto(request.publication), request.rendezvous
         if request.HasField("manifest"):
             try:

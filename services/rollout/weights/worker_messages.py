@@ -75,8 +75,8 @@ class Reply:
     failure: Failure | None = None
 
     def result(self, method: Callable[..., Answer]) -> Answer:
-        """The answer, of the type that `method` declares. Raises PublicationFailed where the method failed, InvalidJob
-        where it refused the job."""
+        """The answer, of the type that `method` declares. Raises PublicationFailed if the method failed, InvalidJob
+        if it refused the job."""
         if self.failure is not None:
             kind = InvalidJob if self.failure.invalid else PublicationFailed
             raise kind(self.failure.what, self.failure.fix)

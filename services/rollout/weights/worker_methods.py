@@ -41,7 +41,7 @@ class Received:
     """Time inside the channel's calls."""
     checksum_s: float
     code_s: float = 0.0
-    """Time to decode messages, where only changes travel."""
+    """Time to decode messages if only changes travel."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Sent:
 
 class WorkerMethods(Protocol):
     """The methods, in the order in which a publication calls them, and one that shows that the worker computes. Each
-    raises PublicationFailed where it fails, and InvalidJob where the engine's model and the weights do not fit."""
+    raises PublicationFailed if it fails, and InvalidJob if the engine's model and the weights do not fit."""
 
     def describe(self, manifest: bytes) -> Described:
         """What this worker wants of a manifest."""
@@ -85,7 +85,7 @@ class WorkerMethods(Protocol):
         """The name of this worker's host, the same for all workers and trainer ranks there."""
 
     def prepare(self, request: bytes) -> Prepared | None:
-        """Checks a coming transfer (`TransferRequest.encode`), and forgets an unfinished one. None where the request
+        """Checks a coming transfer (`TransferRequest.encode`), and forgets an unfinished one. None if the request
         only names a plan that this worker does not know."""
 
     def make_ready(self, shadow: bool) -> None:
@@ -95,7 +95,7 @@ class WorkerMethods(Protocol):
         """Starts receiving in a thread and returns at once."""
 
     def wait_received(self) -> Received | None:
-        """Waits a moment for the last byte; None where it is not there yet."""
+        """Waits a moment for the last byte; None if it is not there yet."""
 
     def place(self) -> Placed:
         """Puts the received version in place. Only while generation is paused."""
@@ -107,14 +107,14 @@ class WorkerMethods(Protocol):
         """The checksum of each of the model's parameters, as it lies in this worker."""
 
     def prepare_send(self, request: bytes, served: str) -> bytes:
-        """Checks that what publication `served` put in place can be sent. Answers NCCL's unique id where this rank has
+        """Checks that what publication `served` put in place can be sent. Answers NCCL's unique id if this rank has
         to make one."""
 
     def send(self, request: bytes) -> None:
         """Starts sending in a thread and returns at once."""
 
     def wait_sent(self) -> Sent | None:
-        """Waits a moment for the last byte to be sent; None where it is not yet."""
+        """Waits a moment for the last byte to be sent; None if it is not yet."""
 
     def end_send(self) -> None:
         """Ends what `prepare_send` began: nothing reads the parameters to send them after this. Idempotent."""

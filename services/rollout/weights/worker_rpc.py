@@ -74,7 +74,7 @@ class WorkerRpc:
 
     async def listen(self, host: str = "") -> str:
         """Starts to listen; answers where, which the workers have to be told. `host`: the address by which workers of
-        other hosts reach this one; empty where there are none."""
+        other hosts reach this one; empty if there are none."""
         if host:
             self._secret = secrets.token_hex(16)
             self._server = await asyncio.start_server(self._accept, bind_address(host), 0)
@@ -103,7 +103,7 @@ class WorkerRpc:
             self._connected.notify_all()
 
     async def wait_for_workers(self, count: int, within_s: float) -> list[Introduction]:
-        """The introductions of `count` workers. Raises Unavailable where one does not connect in time."""
+        """The introductions of `count` workers. Raises Unavailable if one does not connect in time."""
         try:
             async with asyncio.timeout(within_s), self._connected:
                 await self._connected.wait_for(lambda: len(self._streams) == count)
@@ -146,10 +146,10 @@ class WorkerRpc:
 
 class WorkerRpcServer:
     """A worker's end of its connection. `carry_out` is called with every request, in the server's thread; it returns
-    the reply, or None where it has arranged that `reply` is called later."""
+    the reply, or None if it has arranged that `reply` is called later."""
 
     def __init__(self, place: str, introduction: Introduction, carry_out: Callable[[Request], Reply | None]) -> None:
-        """`place` is what `WorkerRpc.listen` answered. Raises Unavailable where the replica cannot be reached."""
+        """`place` is what `WorkerRpc.listen` answered. Raises Unavailable if the replica cannot be reached."""
         import torch
 
         self._carry_out = carry_out

@@ -25,7 +25,7 @@ class Workers(Protocol):
         """Calls the method in every worker, during generation. A method of BETWEEN_BATCHES, and any with `paused`,
         runs in the thread that generates: between two batches, and with `paused` once generation has stopped.
 
-        Raises PublicationFailed for the first worker that failed, WorkerDied where a worker is gone, Unavailable where
+        Raises PublicationFailed for the first worker that failed, WorkerDied if a worker is gone, Unavailable if
         one does not answer in time.
         """
 

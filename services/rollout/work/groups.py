@@ -23,7 +23,7 @@ from services.rollout.work.job import Job
 
 RunEpisode = Callable[[Engine, Prompt, Sampling, EpisodeSlot], Awaitable[Episode]]
 """Runs one episode of a prompt with an engine, in a slot that it tells each sample of the engine as it ends. Cancelling
-it aborts what it has in the engine. Raises EpisodeFailed where the group has to be dropped."""
+it aborts what it has in the engine. Raises EpisodeFailed if the group has to be dropped."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class GroupGenerator:
 
     async def answer(self, lease: work_pb2.Lease, arrived: float, slots: Slots) -> common_pb2.Group | Drop:
         """The group of `lease`, or why there is none. `arrived`: time.monotonic() when the lease arrived. `slots`: of
-        the lease's episodes. Cancelling aborts the samples in the engine. Raises EngineDied, Unavailable where nothing
+        the lease's episodes. Cancelling aborts the samples in the engine. Raises EngineDied, Unavailable if nothing
         can be scored any more."""
         try:
             with RECORDER.span(SpanKind.RENDER):
@@ -129,7 +129,7 @@ class GroupGenerator:
         versions; the engine's prefix cache shares the prompt between them.
 
         As soon as `enough` have ended, the others are cancelled; `greedy`: the last one is needed besides. Raises
-        EpisodeFailed where too few can end.
+        EpisodeFailed if too few can end.
         """
         taken = slots or Slots(len(requests))
 
@@ -149,7 +149,7 @@ class GroupGenerator:
     async def _scores(
         self, prompt: Prompt, episodes: Sequence[Episode], purpose: common_pb2.Purpose
     ) -> list[Scored] | Drop:
-        """The scores of the episodes: those of their environment, or of the reward function where it gave none."""
+        """The scores of the episodes: those of their environment, or of the reward function if it gave none."""
         unscored = [episode for episode in episodes if episode.scored is None]
         answers = [Answer(episode.answer, episode.conversation(prompt.text)) for episode in unscored]
         found = iter(await self.job.reward.score_group(prompt.row, answers))
@@ -167,7 +167,7 @@ class GroupGenerator:
     async def _teacher_scores(
         self, prompt: Prompt, episodes: Sequence[Episode], purpose: common_pb2.Purpose
     ) -> list[common_pb2.TokenScores] | Drop:
-        """The teacher's scores of the episodes' trajectories, in order; none where nothing is distilled."""
+        """The teacher's scores of the episodes' trajectories, in order; none if nothing is distilled."""
         if self.job.teacher is None or purpose != common_pb2.PURPOSE_TRAIN:
             return []
         trajectories = [message for episode in episodes for message in episode.messages()]
@@ -199,7 +199,7 @@ class GroupGenerator:
 
 
 def requests_of(asked: work_pb2.Sampling) -> list[Sampling]:
-    """The requests for the group's samples, followed by the greedy one of the baseline where it is asked for."""
+    """The requests for the group's samples, followed by the greedy one of the baseline if it is wanted."""
     sampling = sampling_of(asked)
     greedy = [replace(sampling, temperature=0.0, top_p=1.0, top_k=0)] if asked.greedy_baseline else []
     return [sampling] * asked.samples + greedy

@@ -87,7 +87,7 @@ class Job:
             await self.environments.close()
 
     async def prompt(self, lease: work_pb2.Lease) -> Prompt:
-        """The lease's prompt as tokens. Raises BadRow where it does not go through the tokenizer or chat template."""
+        """The lease's prompt as tokens. Raises BadRow if it does not go through the tokenizer or chat template."""
         row = PromptRow(
             index=row_of(lease.prompt_id),
             data_source=lease.data_source,
@@ -110,7 +110,7 @@ class Job:
 
 
 def _chat(spec: JobSpec, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Chat | None:
-    """The format in which the policy talks to the job's environment or agent; None where it has neither."""
+    """The format in which the policy talks to the job's environment or agent; None if it has neither."""
     player = spec.rollout.environment or spec.rollout.agent
     if player is None:
         return None
@@ -131,7 +131,7 @@ def _load_tokenizer(spec: JobSpec) -> Any:
 
 
 def _decoded(value: str, field: str, lease: work_pb2.Lease) -> Any:
-    """The value of a JSON field of the lease; None where the field is empty. Raises BadRow."""
+    """The value of a JSON field of the lease; None if the field is empty. Raises BadRow."""
     try:
         return json.loads(value) if value else None
     except (ValueError, RecursionError) as error:

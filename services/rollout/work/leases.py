@@ -123,7 +123,7 @@ class Leases:
 
     @property
     def slots(self) -> int:
-        """Slots of the engine that are used; fewer than it has where its cache is too small. 0 before the first job."""
+        """Slots of the engine that are used; fewer than it has if its cache is too small. 0 before the first job."""
         return self._concurrency.slots
 
     def serve(self, generator: GroupGenerator | None) -> None:
@@ -177,7 +177,7 @@ class Leases:
                 await asyncio.sleep(RETRY_S)
 
     async def _ask(self, generator: GroupGenerator, free: int) -> bool:
-        """Asks for leases for `free` samples, and takes them. False where the coordinator gave no answer:
+        """Asks for leases for `free` samples, and takes them. False if the coordinator gave no answer:
         ask again later."""
         request = work_pb2.LeaseRequest(member_id=self._member_id, free_samples=free, wait_s=WAIT_S)
         try:

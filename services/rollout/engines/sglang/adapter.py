@@ -135,7 +135,7 @@ def _parts(module: Any, parts: list[AdaptedLayer | None], held: list[torch.Tenso
 
 def _output_sizes(base: Any, parts: list[AdaptedLayer | None]) -> list[int]:
     """Outputs of each part of a fused layer on all ranks together. SGLang counts the copies of key and value heads,
-    where there are fewer of them than ranks."""
+    if there are fewer of them than ranks."""
     if len(parts) == 1:
         return [part.outputs for part in parts if part is not None]
     copies = getattr(base, "num_kv_head_replicas", 1)

@@ -132,7 +132,7 @@ class SglangEngine(VersionedEngine):
         """Resolved once a process of SGLang has ended by itself, with how that was noticed."""
         self._watch: asyncio.Task[None] | None = None
         self._adapter: AdapterShape | None = None
-        """The adapter of every request; None where replicas get whole weights."""
+        """The adapter of every request; None if replicas get whole weights."""
 
     async def start(self, spec: JobSpec) -> None:
         if warning := SOFTWARE.release_warning(self.release):
@@ -272,7 +272,7 @@ class SglangEngine(VersionedEngine):
         finally:
             self._running.discard(request_id)
             if not self._death.done() and self._engine is not None:
-                self._manager.abort_request(rid=request_id)  # does nothing where it has ended
+                self._manager.abort_request(rid=request_id)  # does nothing if it has ended
 
     async def _while_alive(self, answer: Coroutine[Any, Any, T]) -> T:
         """Waits for an answer of SGLang. Raises EngineDied once a process of SGLang has ended: it would never come."""
@@ -286,7 +286,7 @@ class SglangEngine(VersionedEngine):
             asking.cancel()
 
     async def _last_output(self, request: Any) -> Any:
-        """The output of one request, or the list of outputs of a batch; None where there was none."""
+        """The output of one request, or the list of outputs of a batch; None if there was none."""
         final = None
         async for output in self._manager.generate_request(request, None):
             final = output

@@ -30,7 +30,7 @@ class SglangFollower:
         self._engine: Any = None
         self._building: asyncio.Future[Any] | None = None
         self._reported = asyncio.Event()
-        """Set where a scheduler has reported its own failure."""
+        """Set if a scheduler has reported its own failure."""
 
     async def start(self, spec: JobSpec, start: EngineStart) -> None:
         """See `EngineShare`."""

@@ -18,7 +18,7 @@ from services.rollout.nodes.place import EngineStart
 
 def start_engine(spec: JobSpec, start: EngineStart | None) -> Any:
     """SGLang's Engine, once its processes have started: on a follower the schedulers alone. Takes seconds to minutes.
-    Raises InvalidJob for what the job asks wrongly, Unavailable where it does not start."""
+    Raises InvalidJob for what the job asks wrongly, Unavailable if it does not start."""
     from sglang.srt.entrypoints.engine import Engine
 
     from services.rollout.engines.sglang.worker import run_scheduler_process

@@ -56,7 +56,7 @@ def server_arguments(
 
 
 def _node_arguments(spec: JobSpec, start: EngineStart) -> dict[str, Any]:
-    """Server arguments for one node's share of the engine. Raises InvalidJob where the schedulers do not divide into
+    """Server arguments for one node's share of the engine. Raises InvalidJob if the schedulers do not divide into
     nodes."""
     ranks = int(spec.rollout.options_of("sglang").get("tp_size") or 1)
     if ranks % start.nodes:
@@ -85,7 +85,7 @@ def _adapter_arguments(spec: JobSpec, adapter: AdapterShape) -> dict[str, Any]:
 
 def config_overrides(model: str, asked: str | None) -> dict[str, str]:
     """The argument of SGLang for changes of a model folder's config: those that the job asked for, and that parameters
-    are not quantized. Empty where there is nothing to change."""
+    are not quantized. Empty if there is nothing to change."""
     changes = {**json.loads(asked or "{}"), **engine_overrides(model)}
     return {"json_model_override_args": json.dumps(changes)} if changes else {}
 

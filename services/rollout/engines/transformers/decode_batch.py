@@ -14,7 +14,7 @@ class Routing:
     """Records the choices of every layer with experts."""
 
     def __init__(self, model: Any) -> None:
-        """Raises InvalidJob where the model has no module named `experts`."""
+        """Raises InvalidJob if the model has no module named `experts`."""
         self._chosen: list[torch.Tensor] = []
         experts = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
         if not experts:
@@ -48,7 +48,7 @@ class DecodeBatch:
         self._routing = routing
         self._cache: Any = None
         self._valid_bl = torch.zeros(0, 0, dtype=torch.long, device=model.device)
-        """[rows, columns of the cache]: 1 where a column holds a token of the row, 0 in the padding on its left."""
+        """[rows, columns of the cache]: 1 if a column holds a token of the row, 0 in the padding on its left."""
 
     def __len__(self) -> int:
         return len(self._valid_bl)

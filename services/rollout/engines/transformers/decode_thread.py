@@ -40,7 +40,7 @@ class DecodeThread:
         return self._decoding is not None
 
     def counts(self) -> tuple[int, int]:
-        """Samples running and waiting. Raises EngineDied where the loop has ended by itself."""
+        """Samples running and waiting. Raises EngineDied if the loop has ended by itself."""
         if self._decoding is None:
             return 0, 0
         if self._decoding.done():
@@ -48,7 +48,7 @@ class DecodeThread:
         return self._loop.counts()
 
     async def complete(self, prompt: Sequence[int], sampling: Sampling) -> Completion | None:
-        """A sample; None where it was aborted. Cancelling the call aborts it. Raises EngineDied, and InvalidState where
+        """A sample; None if it was aborted. Cancelling the call aborts it. Raises EngineDied, and InvalidState if
         no version is in place."""
         from services.rollout.engines.transformers.decoding import Request
 

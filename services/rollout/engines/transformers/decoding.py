@@ -18,7 +18,7 @@ from services.rollout.engines.transformers.distribution import draw, processed_l
 
 @dataclass(eq=False)
 class Request:
-    """A sample that is being generated. `ended` is called in the loop's thread, with None where it was aborted."""
+    """A sample that is being generated. `ended` is called in the loop's thread, with None if it was aborted."""
 
     prompt: Sequence[int]
     sampling: Sampling
@@ -107,7 +107,7 @@ class DecodeLoop:
         self._wake = threading.Condition()
 
     def submit(self, request: Request) -> None:
-        """Raises InvalidState where no version is in place."""
+        """Raises InvalidState if no version is in place."""
         with self._wake:
             if self._version is None:
                 raise InvalidState("no version is in place.", "the prompt is issued again.")
@@ -133,7 +133,7 @@ class DecodeLoop:
             return pause
 
     def wait_paused(self, pause: Pause) -> None:
-        """Returns once the loop has paused, or `pause` was ended before. Raises EngineDied where the loop ended."""
+        """Returns once the loop has paused, or `pause` was ended before. Raises EngineDied if the loop ended."""
         with self._wake:
             self._wake.wait_for(lambda: self._is_paused or self._ended or pause not in self._pauses)
             if self._ended:

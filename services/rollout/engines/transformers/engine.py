@@ -37,7 +37,7 @@ class Options(BaseModel):
     max_num_seqs: int = Field(32, ge=1, le=65_536)
     """Samples decoded at once."""
     device: str = ""
-    """cpu, cuda, cuda:1; empty takes the first GPU where there is one."""
+    """cpu, cuda, cuda:1; empty takes the first GPU if there is one."""
     attn_implementation: str = "sdpa"
 
 

@@ -26,7 +26,7 @@ class AdapterSlot:
     padded: frozenset[str] = frozenset()
 
     def __init__(self, model: nn.Module, shape: AdapterShape, dtype: str) -> None:
-        """Raises InvalidJob where the model has no such linear layer."""
+        """Raises InvalidJob if the model has no such linear layer."""
         self._shape = shape
         self._dtype = dtype
         self._tensors: dict[str, Tensor] = {}
@@ -78,7 +78,7 @@ class StoredModel:
     padded: frozenset[str] = frozenset()
 
     def __init__(self, model: Any, spec: JobSpec) -> None:
-        """Raises InvalidJob where the folder stores a tensor in another way than the model keeps it in memory, or the
+        """Raises InvalidJob if the folder stores a tensor in another way than the model keeps it in memory, or the
         model cannot have the job's adapter."""
         self._model = model
         shape = adapter_shape(spec)
@@ -120,8 +120,8 @@ class StoredModel:
 
 
 def random_model(spec: JobSpec, device: str, attention: str) -> Any:
-    """The job's model with weights of no meaning, on `device`; where that is empty, on the first GPU if there is one.
-    Raises InvalidJob where it cannot be built here."""
+    """The job's model with weights of no meaning, on `device`; if that is empty, on the first GPU if there is one.
+    Raises InvalidJob if it cannot be built here."""
     trust, device = spec.model.trust_remote_code, device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         config = AutoConfig.from_pretrained(spec.model.path, trust_remote_code=trust)
@@ -157,7 +157,7 @@ def _with_float32_kept(model: Any) -> Any:
 
 
 def load(model: PoolModel, device: str, attn_implementation: str) -> Any:
-    """The model on the device, which is a GPU where there is one and `device` is empty. Raises InvalidJob."""
+    """The model on the device, which is a GPU if there is one and `device` is empty. Raises InvalidJob."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(compute_threads())

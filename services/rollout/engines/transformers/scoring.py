@@ -30,7 +30,7 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     device: str = ""
-    """cpu, cuda, cuda:1; empty takes the first GPU where there is one."""
+    """cpu, cuda, cuda:1; empty takes the first GPU if there is one."""
     attn_implementation: str = "sdpa"
 
 
@@ -144,7 +144,7 @@ class TransformersScoring:
 
 
 def _padded(sequences: Sequence[NDArray[np.int32]], padding: int, device: Any) -> "tuple[Tensor, Tensor]":
-    """The sequences padded on the right, int64 [B, T], and 1 where a place holds a token of its sequence."""
+    """The sequences padded on the right, int64 [B, T], and 1 if a place holds a token of its sequence."""
     import torch
 
     ids_bt = np.full((len(sequences), max(map(len, sequences))), padding, np.int64)

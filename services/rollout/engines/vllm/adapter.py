@@ -34,7 +34,7 @@ class _SlotLayer:
 
     layer: Any
     parts: Sequence[AdaptedLayer | None]
-    """The layer of the model for each part of the fused layer; None where it has no adapter."""
+    """The layer of the model for each part of the fused layer; None if it has no adapter."""
 
 
 class AdapterSlot:
@@ -103,7 +103,7 @@ def _layers(manager: Any, shape: AdapterShape) -> Iterator[_SlotLayer]:
 
 
 def _renames(model: Any) -> Any:
-    """vLLM's map from the names of the model folder to its own, without those that fuse layers; None where the names
+    """vLLM's map from the names of the model folder to its own, without those that fuse layers; None if the names
     are the same. Its method has another name in older releases."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     for method in ("get_rename_mapper", "get_unstacked_mapper"):

@@ -135,7 +135,7 @@ class VllmWorkers:
         self, llm: Any, place: str, adapter: AdapterShape | None, workers: int, within_s: float
     ) -> list[list[str]]:
         """Has every worker of `llm`, an AsyncLLM, connect and make a place for `adapter`. Answers, for each worker, the
-        names of the layers whose adapter has no place there. Raises Unavailable where one does not connect in time."""
+        names of the layers whose adapter has no place there. Raises Unavailable if one does not connect in time."""
         self._llm = llm
         shape = "" if adapter is None else adapter.encode()
         unplaced = await self._between_batches("millrace_connect", (place, shape), "connect")
@@ -154,7 +154,7 @@ class VllmWorkers:
         return [decode_reply(reply).result(method) for reply in replies]
 
     async def _between_batches(self, method: str, arguments: tuple[str | bytes, ...], name: str) -> list[Any]:
-        """Calls a method of `WorkerExtension` in every worker. `name` is for the error where one does not answer."""
+        """Calls a method of `WorkerExtension` in every worker. `name` is for the error if one does not answer."""
         try:
             async with asyncio.timeout(RPC_S):
                 return list(await self._llm.collective_rpc(method, args=arguments))
@@ -195,11 +195,11 @@ class VllmEngine(VersionedEngine):
         self._marks: VersionMarks | None = None
         self._end_of_turn: list[int] = []
         self._replayed: list[int] | None = None
-        """Layers whose experts are reported; None where the job does not ask for them."""
+        """Layers whose experts are reported; None if the job does not ask for them."""
         self._others: set[BaseProcess] = set()
         """Children of this process that are none of vLLM's."""
         self._adapter: AdapterShape | None = None
-        """The adapter of every request; None where replicas get whole weights."""
+        """The adapter of every request; None if replicas get whole weights."""
         self._lora_request: Any = None
 
     async def start(self, spec: JobSpec) -> None:

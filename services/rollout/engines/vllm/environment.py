@@ -29,7 +29,7 @@ def before_start() -> set[BaseProcess]:
 
 
 def set_environment() -> None:
-    """Sets the variables, before vLLM is imported. Variables that the user has set are kept. Raises InvalidState where
+    """Sets the variables, before vLLM is imported. Variables that the user has set are kept. Raises InvalidState if
     Millrace's plugin is not installed."""
     if missing := plugin_missing():
         raise InvalidState(missing, "")

@@ -55,7 +55,7 @@ class VllmFollower:
             raise InvalidJob(what, "fix the named option; vLLM's log on that host says more.") from error
         try:
             return MultiprocExecutor(config, monitor_workers=False)
-        except Exception as error:  # what vLLM raises where a worker ends has no type of its own
+        except Exception as error:  # what vLLM raises when a worker ends has no type of its own
             what = f"vLLM's workers did not start with {spec.model.path}: {error}"
             raise Unavailable(what, "its log on that host names the cause; memory and CUDA devices first.") from error
 

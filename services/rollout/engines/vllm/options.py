@@ -25,7 +25,7 @@ ON_LATENTS: dict[str, Any] = {
 }
 """Arguments that vLLM's CPU build needs for attention on latents."""
 FUSION_NEEDS_MULTICAST = ("0.25.", "0.26.")
-"""Releases that fuse all-reduce and norm by NVLink multicast also where the GPUs have none."""
+"""Releases that fuse all-reduce and norm by NVLink multicast also if the GPUs have none."""
 
 
 def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: EngineStart | None = None) -> Any:
@@ -88,7 +88,7 @@ def without_broken_fusion(arguments: Any) -> Any:
 
 
 def _node_arguments(spec: JobSpec, start: EngineStart) -> dict[str, Any]:
-    """Arguments for one node's share of the engine. Raises InvalidJob where the workers do not divide into nodes."""
+    """Arguments for one node's share of the engine. Raises InvalidJob if the workers do not divide into nodes."""
     options = spec.rollout.options_of("vllm")
     ranks, backend = ENGINES["vllm"].world_size(options), options.get("distributed_executor_backend", "mp")
     if ranks % start.nodes:
@@ -124,14 +124,14 @@ def _adapter_arguments(spec: JobSpec, adapter: AdapterShape) -> dict[str, Any]:
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": min(ranks),
-        # Layers with an adapter compute more, even where it is zero.
+        # Layers with an adapter compute more, even if it is zero.
         "lora_target_modules": adapter.kinds,
     }
 
 
 def check_model(config: Any) -> None:
     """Raises InvalidJob for a model whose parameters vLLM transforms after loading: a published version would overwrite
-    the transformed ones; and where the job has an adapter, for a model without adapters. `config` is vLLM's
+    the transformed ones; and, if the job has an adapter, for a model without adapters. `config` is vLLM's
     VllmConfig."""
     from vllm.platforms import current_platform
 
@@ -151,7 +151,7 @@ def check_model(config: Any) -> None:
 
 
 def _check_lora(model: Any, *, cpu: bool) -> None:
-    """Raises InvalidJob where vLLM has no adapters for the model. `model` is vLLM's ModelConfig."""
+    """Raises InvalidJob if vLLM has no adapters for the model. `model` is vLLM's ModelConfig."""
     import torch
     from vllm.model_executor.model_loader.utils import get_model_architecture
     from vllm.model_executor.models import supports_lora

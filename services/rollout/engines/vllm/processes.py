@@ -114,8 +114,8 @@ def refusals() -> list[str]:
 
 @contextlib.contextmanager
 def start_errors(model: str, path: str, options: str) -> Iterator[None]:
-    """Around the start of an engine. Raises InvalidJob where vLLM refuses the folder `path`, which the job names in the
-    field `model`, with the options in the field `options`; and Unavailable where it does not start for another
+    """Around the start of an engine. Raises InvalidJob if vLLM refuses the folder `path`, which the job names in the
+    field `model`, with the options in the field `options`; and Unavailable if it does not start for another
     reason."""
     try:
         yield

@@ -112,7 +112,7 @@ class ComparingLoader:
 
     def place(self, request: TransferRequest, tensors: Mapping[str, torch.Tensor]) -> Placed:
         """Loads every tensor, then compares every copy that the loader made bit for bit. Raises PublicationFailed for
-        any difference, and InvalidJob where a parameter would keep a value that was never published."""
+        any difference, and InvalidJob if a parameter would keep a value that was never published."""
         started = time.perf_counter()
         copies = self._load(request, tensors)
         written = time.perf_counter()

@@ -21,7 +21,7 @@ class DerivedTensors:
         self._recompute = getattr(model, "post_load_weights", None)
         modules = [(path, module) for path, module in model.named_modules() if any(_derived_of(module))]
         self.names = frozenset(f"{path}.{name}" for path, module in modules for name, _ in _derived_of(module))
-        """Their names among the model's parameters, where they are parameters."""
+        """Their names among the model's parameters, if they are parameters."""
         loaded = {_storage(p) for name, p in model.named_parameters() if name not in self.names}
         self._copies = [m for _, m in modules if any(_storage(tensor) not in loaded for _, tensor in _derived_of(m))]
 
@@ -82,12 +82,12 @@ class WorkerModel(LoadedPart, Protocol):
 
     @property
     def adapter(self) -> LoadedPart | None:
-        """The adapter that every request uses, zero at first; its tensors are named as in Content.ADAPTER. None where
+        """The adapter that every request uses, zero at first; its tensors are named as in Content.ADAPTER. None if
         the engine was started without one."""
 
 
 def part_of(model: WorkerModel, content: Content) -> LoadedPart:
-    """The part of the model that a publication of `content` writes. Raises PublicationFailed where there is none."""
+    """The part of the model that a publication of `content` writes. Raises PublicationFailed if there is none."""
     if content is not Content.ADAPTER:
         return model
     if (adapter := model.adapter) is None:

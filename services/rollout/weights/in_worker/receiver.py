@@ -49,7 +49,7 @@ class OutgoingTransfer:
         self._thread.begin()
 
     def wait(self, at_most_s: float | None = None) -> Sent | None:
-        """Waits for the last byte to be sent; None where it is not in time. Raises PublicationFailed where it will not
+        """Waits for the last byte to be sent; None if it is not in time. Raises PublicationFailed if it will not
         be."""
         return self._thread.wait(at_most_s)
 
@@ -74,7 +74,7 @@ class IncomingTransfer(Protocol):
         """Starts receiving in a thread and returns at once."""
 
     def wait(self, at_most_s: float | None = None) -> Received | None:
-        """Waits for the last byte; None where it is not there in time. Raises PublicationFailed where it will not
+        """Waits for the last byte; None if it is not there in time. Raises PublicationFailed if it will not
         come."""
 
     def place(self) -> Placed:
@@ -88,11 +88,11 @@ class IncomingPath(Protocol):
     """One path. It keeps from version to version what the next transfer can use."""
 
     def prepare(self, request: TransferRequest, rank: int) -> Prepared:
-        """Checks a coming transfer, in which this worker has `rank`. Raises PublicationFailed where it does not fit."""
+        """Checks a coming transfer, in which this worker has `rank`. Raises PublicationFailed if it does not fit."""
 
     def transfer(self, request: TransferRequest, rank: int, *, shadow: bool) -> IncomingTransfer:
         """Makes memory ready for a transfer that was prepared: for the whole version with `shadow`, else for a few
-        messages at a time. Raises PublicationFailed where there is none."""
+        messages at a time. Raises PublicationFailed if there is none."""
 
 
 class DeltaPath:

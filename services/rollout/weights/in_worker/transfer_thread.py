@@ -54,7 +54,7 @@ class TransferThread(Generic[Result]):
         self._thread.start()
 
     def wait(self, at_most_s: float | None = None) -> Result | None:
-        """The work's result; None where it is not there in time. Raises PublicationFailed where the work failed."""
+        """The work's result; None if it is not there in time. Raises PublicationFailed if the work failed."""
         if not self._over.wait(at_most_s):
             return None
         if self.failure is not None:
@@ -62,7 +62,7 @@ class TransferThread(Generic[Result]):
         return self._result
 
     def close(self) -> None:
-        """Ends the work where it is under way; returns when it reads and writes nothing any more."""
+        """Ends the work if it is under way; returns when it reads and writes nothing any more."""
         if not self._over.is_set():
             self.failure = self.failure or self.request.aborted()
             if self._thread is not None:  # otherwise nothing began, and the communicator can still be used

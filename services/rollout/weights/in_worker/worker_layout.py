@@ -26,7 +26,7 @@ class WorkerLayout:
         """Key of the publication whose bytes the layout's buffers hold whole; missing for none."""
 
     def of(self, manifest: Manifest) -> LearnedLayout:
-        """Raises InvalidJob where the loader refuses the manifest."""
+        """Raises InvalidJob if the loader refuses the manifest."""
         known = self._learned.get(manifest.content)
         if known is None or known[0] != manifest.hash:
             self.being_written(manifest)
@@ -52,7 +52,7 @@ class WorkerLayout:
         return self.of(manifest).memory.layout.boxes
 
     def check_receiver(self, request: TransferRequest, rank: int) -> None:
-        """Raises PublicationFailed where `request` was planned for other boxes than this worker wants."""
+        """Raises PublicationFailed if `request` was planned for other boxes than this worker wants."""
         receivers = wire_layouts.decode(request.layouts.receivers)
         number = rank - (request.world_size - len(receivers))
         boxes = self.boxes(request.manifest)
@@ -60,8 +60,8 @@ class WorkerLayout:
             raise PublicationFailed(f"rank {rank} wants other boxes than the publication was planned for.")
 
     def sender_memory(self, request: TransferRequest, rank: int, served: str) -> Memory:
-        """The memory with what publication `served` put in place, to be sent. Raises PublicationFailed where it is not
-        here as it was published, and where the copy was planned for other boxes than this worker holds."""
+        """The memory with what publication `served` put in place, to be sent. Raises PublicationFailed if it is not
+        here as it was published, and if the copy was planned for other boxes than this worker holds."""
         learned, senders = self.of(request.manifest), wire_layouts.decode(request.layouts.senders)
         if learned.loader_tensors and self.holds(request.manifest.content) != served:
             names = ", ".join(list(learned.loader_tensors)[:3])
