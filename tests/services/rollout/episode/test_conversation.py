@@ -43,7 +43,7 @@ class Engine:
         return [
             [
                 *one.prompt.tolist(),
-                *(t for turn in one.turns for t in (*turn.given.tolist(), *turn.sample.tokens.tolist())),
+                *(t for turn in one.turns for t in (*turn.given.tolist(), *turn.completion.tokens.tolist())),
             ]
             for one in self.conversation.trajectories()
             if one.prompt is not None

@@ -146,7 +146,7 @@ def test_the_turns_of_the_trace_are_trained_and_no_other(monkeypatch: pytest.Mon
     (trajectory,) = episode.trajectories
     assert trajectory.prompt is not None
     assert TOKENIZER.decode(trajectory.prompt).endswith("go<|im_end|>\n<|im_start|>assistant\n")
-    assert [TOKENIZER.decode(each.sample.tokens) for each in trajectory.turns] == ["yes<|im_end|>"] * 2
+    assert [TOKENIZER.decode(each.completion.tokens) for each in trajectory.turns] == ["yes<|im_end|>"] * 2
     assert TOKENIZER.decode(trajectory.turns[1].given).startswith("\n<|im_start|>user\nmore")
     assert episode.scored is not None and (episode.scored.score, episode.scored.details) == (0.5, {"won": 1.0})
     assert asked["task"] == {"idx": 3} and asked["renderer"] == {"name": "default", "tool_parser": "qwen3"}

@@ -23,7 +23,7 @@ def trained(episode: Episode) -> list[list[int]]:
     for trajectory in episode.trajectories:
         tokens = list(served_prompt(trajectory.prompt))
         for turn in trajectory.turns:
-            tokens += [*turn.given.tolist(), *turn.sample.tokens.tolist()]
+            tokens += [*turn.given.tolist(), *turn.completion.tokens.tolist()]
             found.append(list(tokens))
     return found
 
