@@ -8,7 +8,7 @@ from services.rollout.pool_engine import PoolModel
 
 from millrace.errors import InvalidJob
 from millrace.spec.pool import Pool, PoolTask
-from services.rollout.engine import end_of_turn
+from services.rollout.engine import PoolModel, end_of_turn
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.transformers.replies import TransformersReplies
 from tests.models import byte_tokenizer, save_tiny_model
