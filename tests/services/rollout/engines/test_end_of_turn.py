@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from services.rollout.pool_engine import PoolModel
 
 from millrace.errors import InvalidJob
 from millrace.spec.pool import Pool, PoolTask
