@@ -15,7 +15,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
@@ -100,10 +100,13 @@ class Client:
         headers = {"Idempotency-Key": key or secrets.token_hex(16)}
         return self._view(JobView, "POST", "/v1/jobs", json=tree, headers=headers)
 
-    def jobs(self, state: JobState | None = None, limit: int | None = None) -> list[JobSummary]:
-        """The jobs, or those in `state`, without their specs, the newest first. All of them, or at most `limit`."""
+    def jobs(
+        self, state: JobState | None = None, limit: int | None = None, *, tag: str | None = None
+    ) -> list[JobSummary]:
+        """The jobs, or those in `state` and with `tag`, without their specs, the newest first. All of them, or at most
+        `limit`."""
         found: list[JobSummary] = []
-        query: dict[str, Any] = {"state": state} if state else {}
+        query: dict[str, Any] = {name: value for name, value in (("state", state), ("tag", tag)) if value}
         while limit is None or len(found) < limit:
             most = PAGE_JOBS if limit is None else min(PAGE_JOBS, limit - len(found))
             page = self._view(JobPage, "GET", "/v1/jobs", params={**query, "limit": most})
@@ -116,6 +119,12 @@ class Client:
     def job(self, job_id: str) -> JobView:
         """One job. Raises NotFound."""
         return self._view(JobView, "GET", f"/v1/jobs/{job_id}")
+
+    def note(self, job_id: str, *, tags: Sequence[str] | None = None, notes: str | None = None) -> JobView:
+        """Replaces the job's tags, its notes, or both. Raises NotFound, and InvalidJob for a tag that is not valid."""
+        tree = {"tags": None if tags is None else list(tags), "notes": notes}
+        given = {name: value for name, value in tree.items() if value is not None}
+        return self._view(JobView, "PATCH", f"/v1/jobs/{job_id}", json=given)
 
     def cancel(self, job_id: str) -> JobView:
         """Cancels the job. Raises NotFound, and InvalidState if the job has ended."""

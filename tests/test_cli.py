@@ -107,6 +107,17 @@ def test_a_sweep_is_a_job_for_each_value(url: str, client: Client, job_file: Pat
     assert "millrace top" in millrace("submit", str(job_file), *options, "--watch", url=url, status=1).stderr
 
 
+def test_notes_and_tags_of_a_job(url: str, client: Client, spec: dict[str, Any]) -> None:
+    job = client.submit({**spec, "name": "noted", "tags": ["first"]}).id
+    changes = ("--tag", "bad", "--untag", "first", "--untag", "bad")
+    assert "tags: none" in millrace("note", job, "lr too high", *changes, url=url).stdout
+    assert "lr too high" in millrace("note", job, "--tag", "kept", url=url).stdout
+    assert "noted" in millrace("jobs", "--tag", "kept", url=url).stdout
+    assert "with the tag first" in millrace("jobs", "--tag", "first", url=url).stdout
+    assert "lr too high" in millrace("show", job, url=url).stdout
+    client.cancel(job)
+
+
 def test_a_shell_completes_jobs(url: str, client: Client, spec: dict[str, Any]) -> None:
     job = client.submit({**spec, "name": "completed"}).id
     assert offered(f"millrace show --url {url} {job[:7]}")[0] == job

@@ -105,13 +105,14 @@ def watch(job: JobName = "last", url: Url = None, as_json: AsJson = False) -> No
 def jobs(
     every: Annotated[bool, typer.Option("--all", "-a", help="List all jobs; --limit does not count then.")] = False,
     state: Annotated[JobState | None, typer.Option(help="List only jobs in this state.")] = None,
+    tag: Annotated[str | None, typer.Option(help="List only jobs with this tag.")] = None,
     limit: Annotated[int, typer.Option(help="How many jobs to list at most.", min=1)] = LISTED,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """List the newest jobs, newest first."""
     with connect(url) as client:
-        found = client.jobs(state, None if every else limit + 1)
+        found = client.jobs(state, None if every else limit + 1, tag=tag)
     more, found = not every and len(found) > limit, found if every else found[:limit]
     if as_json:
         return print_json(found)
@@ -125,12 +126,36 @@ def jobs(
         rows.add_row(job.id, escape(job.name), styled(job.status), *figures, waits)
     console = people()
     nothing = "There are no jobs. Submit one with `millrace submit job.yaml`."
-    console.print(rows if found else nothing if state is None else f"No job is {state}.")
+    if state is not None or tag is not None:
+        nothing = f"No job is {state or 'there'}{f' with the tag {tag}' if tag else ''}."
+    console.print(rows if found else nothing)
     if more:
         console.print(f"Only the newest {limit} are listed. List all of them with --all.", style="dim")
     for job in found:
         if job.waiting and job.waiting.reason is not WaitingFor.EARLIER_JOB:
             console.print(f"{job.id} waits: {job.waiting.message}", style="yellow", markup=False)
+
+
+def note(
+    job: JobName,
+    text: Annotated[str | None, typer.Argument(help="New notes, in place of the old; without it they stay.")] = None,
+    tag: Annotated[list[str] | None, typer.Option(help="Adds a tag. Can be repeated.")] = None,
+    untag: Annotated[list[str] | None, typer.Option(help="Removes a tag. Can be repeated.")] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print or change notes and tags of a job. `millrace jobs --tag` lists the jobs with a tag."""
+    with connect(url) as client:
+        noted = client.job(job_id(client, job))
+        if text is not None or tag or untag:
+            tags = [each for each in dict.fromkeys([*noted.tags, *(tag or ())]) if each not in (untag or ())]
+            noted = client.note(noted.id, tags=tags if tag or untag else None, notes=text)
+    if as_json:
+        return print_json(noted)
+    console = people()
+    console.print(f"{noted.id}  {escape(noted.name)}  tags: {', '.join(noted.tags) or 'none'}")
+    if noted.notes:
+        console.print(noted.notes, markup=False)
 
 
 def events(

@@ -121,6 +121,8 @@ def _facts(job: JobView, ledger: LedgerView) -> list[tuple[str, str]]:
         ("model", escape(str(job.spec.get("model", {}).get("path", "")))),
         ("checkpoint", escape(job.checkpoint or "–")),
         ("report", escape(job.report or "–")),
+        *([("tags", escape(", ".join(job.tags)))] if job.tags else []),
+        *([("notes", escape(job.notes))] if job.notes else []),
     ]
     return [*facts, ("failure", f"[red]{escape(job.failure)}[/]")] if job.failure else facts
 

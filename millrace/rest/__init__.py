@@ -127,6 +127,8 @@ class JobSummary(BaseModel):
     queued_s: float = Field(0.0, description="Seconds that it has spent in the queue.")
     ran_s: float = Field(0.0, description="Seconds from its start to its end, or until now; pauses count.")
     finished_s: float | None = Field(None, description="Unix time of the end.")
+    tags: list[str] = Field([], description="Words by which the job is found again, as they are now.")
+    notes: str = Field("", description="What people noted about the job.")
     checkpoint: str | None = Field(None, description="Folder of the last checkpoint.")
     report: str | None = Field(None, description="Path of the report that a finished job leaves in its output folder.")
     failure: str | None = Field(None, description="Why the job failed.")

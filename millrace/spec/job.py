@@ -1,6 +1,7 @@
 """The job spec: one tree with everything that a user says about a job."""
 
 import re
+from typing import Annotated
 
 from pydantic import Field
 
@@ -13,6 +14,8 @@ from millrace.spec.schedule import Deadlines, Schedule, Tracking
 from millrace.spec.trainer import Trainer
 from millrace.validation.model import StrictModel
 
+Tag = Annotated[str, Field(min_length=1, max_length=50, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")]
+"""At most 50 letters, digits, `.`, `_`, `:` and `-`."""
 PLACEHOLDER = re.compile(r"\{(\w*)\}")
 PLACEHOLDERS = ("name", "id", "date", "runs")
 """What `output` may have in braces."""
@@ -26,6 +29,10 @@ class JobSpec(StrictModel):
     for the name of the job, `{id}` for its id, `{date}` for the day of its submission, as 2026-01-31. `{runs}` stands
     for the folder that MILLRACE_RUNS names in the coordinator's environment, by default `~/millrace/runs`. A folder
     belongs to one job."""
+    tags: list[Tag] = Field(default_factory=list, max_length=20, examples=[["sweep-1", "baseline"]])
+    """Words by which the job is found again: `millrace jobs --tag baseline`."""
+    notes: str = Field("", max_length=10_000)
+    """What people want to know of the job later. `millrace note JOB` changes notes and tags of any job."""
     model: Model = Field(examples=[{"path": "/data/models/Qwen3-0.6B"}])
     """The model that is trained."""
     data: Data = Field(examples=[{"files": ["/data/train.parquet"]}])
@@ -63,3 +70,12 @@ class JobSpec(StrictModel):
         tasks |= {PoolTask.REPLIES for term in self.reward.judge_terms if term.judge.pool == name}
         distillation = self.algorithm.distillation
         return tasks | ({PoolTask.LOGPROBS} if distillation is not None and distillation.pool == name else set())
+
+
+class Notes(StrictModel):
+    """New tags and notes of a job."""
+
+    tags: list[Tag] | None = Field(None, max_length=20)
+    """null: they stay."""
+    notes: str | None = Field(None, max_length=10_000)
+    """null: they stay."""

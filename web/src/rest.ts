@@ -234,6 +234,8 @@ export interface JobSummary {
   queued_s: number;
   ran_s: number;
   finished_s: number | null;
+  tags: string[];
+  notes: string;
   checkpoint: string | null;
   report: string | null;
   failure: string | null;
@@ -259,6 +261,8 @@ export interface JobView {
   queued_s: number;
   ran_s: number;
   finished_s: number | null;
+  tags: string[];
+  notes: string;
   checkpoint: string | null;
   report: string | null;
   failure: string | null;

@@ -61,6 +61,8 @@ class Control:
             spec_json=spec.model_dump_json(),
             created_s=time.time(),
             folder=folder,
+            tags_json=json.dumps(spec.tags),
+            notes=spec.notes,
         )
         async with self._admitting:
             if not await self._store.jobs.knows(idempotency_key) and (used := await self._used(spec.output, folder)):
@@ -83,6 +85,15 @@ class Control:
         if first is not None and first.id != job.id:
             message = f"waits: its turn comes after {first.id} ({first.name})"
             await self._events.add(job.id, JobWaiting(reason=WaitingFor.EARLIER_JOB), message)
+
+    async def note(self, job_id: str, tags: Sequence[str] | None, notes: str | None) -> JobRecord:
+        """Replaces the job's tags, its notes, or both, in any state. Raises NotFound."""
+        job = await self._store.jobs.get(job_id)
+        fields = {} if tags is None else {"tags_json": json.dumps(list(dict.fromkeys(tags)))}
+        fields |= {} if notes is None else {"notes": notes}
+        if fields:
+            await self._store.jobs.update(job.id, **fields)
+        return await self._store.jobs.get(job_id)
 
     async def cancel(self, job_id: str) -> JobRecord:
         """Cancels the job: at once if it is queued, otherwise after what its loop is doing now. Idempotent until then.

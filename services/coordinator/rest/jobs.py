@@ -6,10 +6,14 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic import ValidationError
 
 from millrace.admission.advice import advice
+from millrace.errors import InvalidJob
 from millrace.events import Event, JobMoved
 from millrace.rest import JobPage, JobState, JobView, LedgerView, SampleView, StepMetrics
+from millrace.spec.job import Notes
+from millrace.validation.mistakes import explain
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.waiting import JobViews
 from services.coordinator.observe import groups
@@ -17,7 +21,14 @@ from services.coordinator.observe.events import Events
 from services.coordinator.rest import bodies
 from services.coordinator.rest.parameters import LARGEST_STEP, Id
 from services.coordinator.rest.reading import samples, series, spec
-from services.coordinator.rest.schema import BODY_ERRORS, CHANGES_BODY, SPEC_BODY, Responses, error_responses
+from services.coordinator.rest.schema import (
+    BODY_ERRORS,
+    CHANGES_BODY,
+    NOTES_BODY,
+    SPEC_BODY,
+    Responses,
+    error_responses,
+)
 from services.coordinator.state.job import ENDED
 from services.coordinator.store import Store
 from services.coordinator.store.records import EVENTS_KEPT
@@ -62,17 +73,31 @@ def routes(store: Store, control: Control, views: JobViews, events: Events) -> A
     @router.get("")
     async def list_jobs(
         state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
+        tag: Annotated[str | None, Query(max_length=50, description="Only jobs with this tag.")] = None,
         limit: Annotated[int, Query(ge=1, le=500, description="Most jobs on this page.")] = 50,
         cursor: Annotated[str, Query(pattern=CURSOR, description="`next` of the page before.")] = "",
     ) -> JobPage:
         """One page of the list of jobs, the newest first, without their specs."""
-        page = await store.index.page(limit, state, cursor)
+        if tag is None:
+            page = await store.index.page(limit, state, cursor)
+        else:
+            page = await store.index.tagged(tag, limit, state, cursor)
         return JobPage(jobs=[views.summary(job) for job in page.jobs], next=page.next, total=page.total)
 
     @router.get("/{job_id}")
     async def show(job_id: Id) -> JobView:
         """One job."""
         return views.of(await store.jobs.get(job_id))
+
+    @router.patch("/{job_id}", openapi_extra=NOTES_BODY, responses=BODY_ERRORS)
+    async def note(job_id: Id, request: Request) -> JobView:
+        """Replaces tags and notes of a job in any state. A field that is not given stays."""
+        tree = await bodies.fields(request)
+        try:
+            told = Notes.model_validate(tree)
+        except ValidationError as error:
+            raise InvalidJob.of(explain(error.errors(), Notes)) from error
+        return views.of(await control.note(job_id, told.tags, told.notes))
 
     @router.delete("/{job_id}")
     async def cancel(job_id: Id) -> JobView:

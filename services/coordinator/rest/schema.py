@@ -7,6 +7,7 @@ from fastapi import FastAPI
 
 from millrace.rest import Problem
 from millrace.spec import JobSpec
+from millrace.spec.job import Notes
 
 PROBLEM_TYPE = "application/problem+json"
 Responses = dict[int | str, dict[str, Any]]
@@ -50,6 +51,17 @@ CHANGES_BODY = {
     }
 }
 """The body of a request to resume a job: some of the fields of its spec."""
+
+NOTES_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {"schema": Notes.model_json_schema()},
+            "application/yaml": {"schema": {"type": "string"}},
+        },
+    }
+}
+"""The body of a request to change tags and notes."""
 
 
 HEADERS = {

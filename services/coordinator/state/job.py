@@ -118,6 +118,8 @@ class JobRecord:
     """Tokens in a micro-batch since the trainer ran out of memory; 0: those of the spec."""
     warnings_json: str = "[]"
     """A list of WarningView."""
+    tags_json: str = "[]"
+    notes: str = ""
     wanted: Wanted = Wanted.NOTHING
     folder: str = ""
     """The output folder without symbolic links, as it was at the submission. Jobs are indexed by it."""
@@ -173,6 +175,8 @@ class JobRecord:
             queued_s=clock["queued_s"],
             ran_s=clock["ran_s"],
             finished_s=self.finished_s,
+            tags=json.loads(self.tags_json),
+            notes=self.notes,
             checkpoint=self.checkpoint,
             report=self.report,
             failure=self.failure,

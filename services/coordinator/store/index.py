@@ -23,6 +23,7 @@ OUTPUT = "millrace:output:"
 FIELDS = tuple(name for name in JobRecord.__dataclass_fields__ if name != "spec_json")
 """Fields of the jobs in a list."""
 NAMES = tuple(name.encode() for name in FIELDS)
+TAGGED_AT_ONCE = 500
 AT_ONCE = 100
 """Jobs that one command reads, indexes or looks up."""
 
@@ -43,6 +44,17 @@ class JobIndex:
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
+
+    async def tagged(self, tag: str, limit: int, state: JobState | None = None, cursor: str = "") -> Page:
+        """As `page`, of the jobs with this tag. All jobs are looked at."""
+        found, page = list[JobRecord](), await self.page(TAGGED_AT_ONCE, state)
+        while True:
+            found += [job for job in page.jobs if tag in json.loads(job.tags_json)]
+            if page.next is None:
+                break
+            page = await self.page(TAGGED_AT_ONCE, state, page.next)
+        left = [job for job in found if not cursor or job.created_s < float(cursor)]
+        return Page(left[:limit], repr(left[limit - 1].created_s) if len(left) > limit else None, len(found))
 
     async def page(self, limit: int, state: JobState | None = None, cursor: str = "") -> Page:
         """Up to `limit` jobs, all or those in `state`, the newest first. `cursor` is `next` of the page before."""

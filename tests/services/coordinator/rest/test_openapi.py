@@ -74,7 +74,7 @@ def test_a_method_that_a_path_does_not_take(coordinator: CoordinatorProcess) -> 
         document = http.get("/openapi.json").json()
         for template, operations in document["paths"].items():
             path = template.replace("{job_id}", "job-0123456789ab").replace("{member_id}", "rollout-1")
-            answer = http.request("PATCH", path)
+            answer = http.request("PUT", path)
             assert answer.status_code == 405 and answer.headers["content-type"] == "application/problem+json"
             assert set(answer.headers["allow"].split(", ")) == {method.upper() for method in operations}
             assert answer.json()["type"] == "urn:millrace:problem:method-not-allowed"

@@ -301,6 +301,29 @@ def test_an_output_is_for_one_job_at_a_time(http: httpx.Client, spec: dict[str, 
     http.delete(f"/v1/jobs/{other}")
 
 
+def test_jobs_are_found_by_tags_that_may_change(http: httpx.Client, spec: dict[str, Any]) -> None:
+    def submitted(number: int, *tags: str) -> str:
+        tree = spec | {"output": f"{spec['output']}-{number}", "tags": tags, "notes": f"try {number}"}
+        return str(http.post("/v1/jobs", json=tree).json()["id"])
+
+    def listed(**query: Any) -> list[str]:
+        return [job["id"] for job in http.get("/v1/jobs", params=query).json()["jobs"]]
+
+    one, two, three = submitted(1, "tag-a", "tag-b"), submitted(2, "tag-b"), submitted(3)
+    assert listed(tag="tag-b") == [two, one] and listed(tag="tag-a") == [one] and listed(tag="tag-c") == []
+    page = http.get("/v1/jobs", params={"tag": "tag-b", "limit": 1}).json()
+    assert ([job["id"] for job in page["jobs"]], page["total"]) == ([two], 2)
+    assert listed(tag="tag-b", limit=1, cursor=page["next"]) == [one]
+    changed = http.patch(f"/v1/jobs/{three}", json={"tags": ["tag-a", "tag-a"]}).json()
+    assert (changed["tags"], changed["notes"]) == (["tag-a"], "try 3") and listed(tag="tag-a") == [three, one]
+    assert http.patch(f"/v1/jobs/{three}", json={"notes": ""}).json()["notes"] == ""
+    told = problem(http.patch(f"/v1/jobs/{three}", json={"tags": ["a b"]}), 422)["detail"]
+    assert "tags.0" in told and "a b" in told
+    problem(http.patch("/v1/jobs/job-000000000000", json={"notes": "x"}), 404)
+    for job in (one, two, three):
+        http.delete(f"/v1/jobs/{job}")
+
+
 def test_an_output_with_placeholders_is_a_folder_for_each_job(http: httpx.Client, spec: dict[str, Any]) -> None:
     tree = spec | {"output": f"{spec['output']}/{{name}}-{{date}}/{{id}}"}
     headers = {"Idempotency-Key": f"placeholders in {spec['output']}"}
