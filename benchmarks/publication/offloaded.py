@@ -160,7 +160,7 @@ class Receiver:
 
     def __init__(self, manifest: bytes) -> None:
         gpus = torch.cuda.device_count()
-        self._device = torch.device("cuda", gpus > 1) if gpus else torch.device("cpu")
+        self._device = torch.device("cuda", int(gpus > 1)) if gpus else torch.device("cpu")
         if gpus:
             torch.cuda.set_device(self._device)
         self._manifest = Manifest.from_proto(weights_pb2.Manifest.FromString(manifest))
