@@ -1,9 +1,15 @@
-"""Values with which a valid job likely learns more slowly. Pure."""
+"""Values with which a valid job likely learns more slowly, or that have no effect."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
-from millrace.errors import Mistake, wrong_value
+from millrace.errors import InvalidJob, Mistake, wrong_value
+from millrace.lora.asked import absent
+from millrace.megatron.adapters import EXPERTS, linear_layers
+from millrace.megatron.architectures import read_shape
+from millrace.megatron.weights import LOCAL
 from millrace.spec.job import JobSpec
+from millrace.spec.lora import MEGATRON_NAMES, OF_EXPERTS
 
 USUAL_RANK = 32
 """An adapter of this rank has room for what a model of up to some tens of billions of parameters learns."""
@@ -13,7 +19,23 @@ LEAST_RATE = 5e-6
 
 def advice(spec: JobSpec) -> list[Mistake]:
     """Fields of the job with a value that is likely better. The job runs as it is."""
-    return [*_rank(spec), *_learning_rate(spec)]
+    return [*_rank(spec), *_learning_rate(spec), *_layers(spec)]
+
+
+def _layers(spec: JobSpec) -> Iterator[Mistake]:
+    """Of Megatron's names those that the model has no layer for, if its architecture is known here and its folder is on
+    this machine."""
+    lora, folder = spec.model.lora, Path(spec.model.path)
+    if lora is None or not (folder / "config.json").is_file():
+        return
+    try:
+        shape = read_shape(folder)
+    except InvalidJob:
+        return
+    layers = set(linear_layers(shape, LOCAL))
+    if spec.trainer.backend == "megatron" and shape.experts is not None:  # elsewhere experts have no adapter
+        layers |= {f"{EXPERTS}.{name}" for fused in OF_EXPERTS for name in MEGATRON_NAMES[fused]}
+    yield from absent(lora, layers)
 
 
 def _rank(spec: JobSpec) -> Iterator[Mistake]:

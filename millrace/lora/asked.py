@@ -47,7 +47,8 @@ class AskedAdapter:
         or an end of it after a dot, is a name in the job.
 
         `linear` are the layers that all-linear means, `named` further ones that may have an adapter, `others` those
-        that never have one. Raises InvalidJob for names that mean no layer, and where no layer is left.
+        that never have one. Raises InvalidJob for names that mean no layer, unless they are Megatron's (`absent` tells
+        those), and where no layer is left.
         """
         every = [*linear, *named]
         if self.folder is not None:
@@ -69,6 +70,18 @@ class AskedAdapter:
         return chosen
 
 
+def absent(lora: Lora, layers: Collection[str]) -> Iterator[Mistake]:
+    """Megatron's names in the job that mean none of `layers`: they are passed over, since one list of them serves
+    models of every kind."""
+    known = {end for layer in layers for end in ends(layer)}
+    there = [name for name, parts in MEGATRON_NAMES.items() if not known.isdisjoint(parts)]
+    for field, names in ((TARGETS, lora.target_modules), (EXCLUDED, lora.exclude_modules)):
+        for name in names if not isinstance(names, str) else ():
+            if name in MEGATRON_NAMES and name not in there:
+                fix = f"leave it out; this model has {', '.join(there)}."
+                yield wrong_value(field, name, "this model has no such layer, so the name is passed over", fix)
+
+
 def ends(layer: str) -> Iterator[str]:
     """The layer's name, and each end of it that begins after a dot."""
     while layer:
@@ -85,12 +98,11 @@ def with_folder(spec: JobSpec) -> JobSpec:
 
 
 def _unknown(field: str, names: Iterable[str], layers: Collection[str]) -> Iterator[Mistake]:
-    """The names that mean none of `layers`. One of Megatron's fused layers means the layers in it: some have to be
-    there."""
+    """The names that mean none of `layers`, and are none of Megatron's."""
     reason = "no linear layer with a weight of its own has" if field == TARGETS else "no layer has"
     known = {end for layer in layers for end in ends(layer)}
     for name in names:
-        if known.isdisjoint(MEGATRON_NAMES.get(name, (name,))):
+        if name not in known and name not in MEGATRON_NAMES:
             yield wrong_value(field, name, f"{reason} that name", choose(name, sorted({*map(_last, layers)})))
 
 

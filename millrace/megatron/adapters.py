@@ -16,6 +16,7 @@ from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.placement import Piece, Placement, Tensor
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import Layers, Layout, layout, tensors
+from millrace.spec.lora import MEGATRON_NAMES, OF_EXPERTS
 
 Split = Literal["rows", "columns", "none"]
 
@@ -137,7 +138,15 @@ def choose_layers(asked: AskedAdapter, shape: ModelShape, layers: Layers) -> fro
     others = [*experts, *(name.removesuffix(WEIGHT) for name in (*stored, shape.names.head))]
     names = asked.options.target_modules if asked.folder is None else asked.folder.layers
     of_experts = names != "all-linear" and any(EXPERTS in name.split(".") for name in names)
-    return frozenset(asked.naming(EXPERTS, experts).choose(linear, experts if of_experts else (), others))
+    meant = experts if of_experts else ()
+    for name, parts in OF_EXPERTS.items():
+        own = {getattr(shape.names, f"expert_{part}").removesuffix(WEIGHT).rpartition(".")[2] for part in parts}
+        fused = [layer for layer in experts if layer.rpartition(".")[2] in own]
+        if name in names:
+            meant = (*meant, *fused)
+        plain = [layer for layer in linear if layer.rpartition(".")[2] in MEGATRON_NAMES[name]]
+        asked = asked.naming(name, [*plain, *fused])
+    return frozenset(asked.naming(EXPERTS, experts).choose(linear, tuple(dict.fromkeys(meant)), others))
 
 
 def adapted_linears(base: Layout, chosen: Set[str]) -> list[list[AdaptedLinear]]:

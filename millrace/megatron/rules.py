@@ -63,7 +63,11 @@ def _adapters(asked: AskedAdapter, o: MegatronOptions, *, of_experts: bool) -> I
             yield wrong_value(FIELD, path, f"it is an adapter of DoRA, and {reason}", f"give one without, {fix}")
     if of_experts and not lora.merge:
         reason = "engines have no place for adapters of routed experts"
-        other = "leave experts out of target_modules" if path is None else "give an adapter without them"
+        other = (
+            "leave experts, linear_fc1 and linear_fc2 out of target_modules"
+            if path is None
+            else "give an adapter without them"
+        )
         yield wrong_value("model.lora.merge", False, reason, f"set it to true, or {other}.")
     if of_experts and o.expert_tensor_size not in (1, o.tensor_parallel):
         reason = "adapters of experts need experts that are whole or split like other layers"

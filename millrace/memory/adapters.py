@@ -9,7 +9,7 @@ from millrace.lora.folder import read_adapter_folder
 from millrace.megatron.adapters import EXPERTS, WEIGHT
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.memory.layers import LayerParameters, Matrix, linear_layers
-from millrace.spec.lora import Lora, folder_names
+from millrace.spec.lora import OF_EXPERTS, Lora, folder_names
 
 FEED_FORWARD = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 """Linear layers of a feed-forward network, and the fields of `ModelShape.names` with their names in a model folder."""
@@ -17,6 +17,20 @@ BY_COLUMNS = ("o_proj", "down_proj")
 """Layers that tensor-parallel ranks split by columns: a rank has its columns of A and all of B."""
 WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
 """Layers that every tensor-parallel rank has whole. Of all others it has all of A and its rows of B."""
+
+
+def _of_experts(part: str) -> str:
+    """How a choice names a layer of every routed expert, where one of Megatron's names means it."""
+    return f"{EXPERTS}.*.{part}"
+
+
+_FUSED = frozenset(_of_experts(part) for parts in OF_EXPERTS.values() for part in parts)
+
+
+def without_experts(lora: Lora) -> Lora:
+    """The same adapter for a backend whose routed experts have none."""
+    names = lora.target_modules
+    return lora if isinstance(names, str) else lora.model_copy(update={"target_modules": folder_names(names)})
 
 
 @dataclass(frozen=True)
@@ -31,10 +45,13 @@ class _Choice:
     def has_experts(self) -> bool:
         return any(EXPERTS in name.split(".") for name in self.targets or ())
 
-    def has(self, layer: str, *, of_expert: bool = False) -> bool:
-        """Whether the layer of this whole name is among them."""
+    def has(self, layer: str, *, of_expert: str | None = None) -> bool:
+        """Whether the layer of this whole name is among them; `of_expert`: which layer of a routed expert it is."""
         ends = {layer.split(".", parts)[-1] for parts in range(layer.count(".") + 1)}
-        ends |= {EXPERTS} if of_expert else set()
+        if of_expert is not None:
+            ends |= {EXPERTS, _of_experts(of_expert)}
+            if not any(EXPERTS in name.split(".") and name not in _FUSED for name in self.targets or ()):
+                return _of_experts(of_expert) in (self.targets or ()) and ends.isdisjoint(self.excluded)
         return (self.targets is None or not ends.isdisjoint(self.targets)) and ends.isdisjoint(self.excluded)
 
 
@@ -99,8 +116,13 @@ def _asked(lora: Lora) -> tuple[Lora, _Choice]:
     if lora.adapter_path is not None and Path(lora.adapter_path).is_dir():
         folder = read_adapter_folder(lora)
         return folder.options, _Choice(frozenset(folder.layers))
-    asked, excluded = lora.target_modules, frozenset(folder_names(lora.exclude_modules))
-    return lora, _Choice(None if isinstance(asked, str) else frozenset(folder_names(asked)), excluded)
+    asked, excluded = lora.target_modules, _names(lora.exclude_modules)
+    return lora, _Choice(None if isinstance(asked, str) else _names(asked), excluded)
+
+
+def _names(names: list[str]) -> frozenset[str]:
+    of_experts = (_of_experts(part) for name in names for part in OF_EXPERTS.get(name, ()))
+    return frozenset([*folder_names(names), *of_experts])
 
 
 @lru_cache(maxsize=32)
@@ -129,6 +151,6 @@ def _adapted_experts(shape: ModelShape, layer: int, choice: _Choice) -> Iterator
     prefix = shape.names.layer.format(layer=layer)
     for name, end in FEED_FORWARD.items():
         whole = prefix + getattr(shape.names, f"expert_{end}").removesuffix(WEIGHT)
-        count = sum(choice.has(whole.format(expert=expert), of_expert=True) for expert in range(experts.count))
+        count = sum(choice.has(whole.format(expert=expert), of_expert=end) for expert in range(experts.count))
         matrix = (experts.ffn, shape.hidden) if end == "down" else (shape.hidden, experts.ffn)
         yield _Adapted(name, matrix, count, of_expert=True)

@@ -8,7 +8,7 @@ from millrace.backends.fsdp2 import Fsdp2Options, parse
 from millrace.fsdp2.logits import keeps_whole_logits
 from millrace.fsdp2.sequence_parallel import check
 from millrace.megatron.architectures.shape import ModelShape
-from millrace.memory.adapters import adapter_parameters
+from millrace.memory.adapters import adapter_parameters, without_experts
 from millrace.memory.head import head_bytes, scoring_bytes
 from millrace.memory.layers import (
     kept_elements,
@@ -174,7 +174,7 @@ class Fsdp2Memory:
         if lora is None:
             kept = {Part.WEIGHTS: FLOAT32 * count} | ({Part.GRADIENTS: FLOAT32 * count} if gradients else {})
             return passes.placed(kept, {Part.OPTIMIZER: MOMENTS * count} if moments else {})
-        adapter = adapter_parameters(self.shape, lora) / passes.shards
+        adapter = adapter_parameters(self.shape, without_experts(lora)) / passes.shards
         kept = {Part.WEIGHTS: passes.element * count, Part.ADAPTER: trained * adapter}
         return passes.placed(kept, {Part.ADAPTER: MOMENTS * adapter} if moments else {})
 

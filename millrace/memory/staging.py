@@ -1,7 +1,7 @@
 """Memory that a publication takes in addition to the weights."""
 
 from millrace.megatron.architectures.shape import ModelShape
-from millrace.memory.adapters import adapter_parameters
+from millrace.memory.adapters import adapter_parameters, without_experts
 from millrace.memory.layers import linear_layers, parameters
 from millrace.spec import JobSpec
 from millrace.weights.plans.sharded import MESSAGE_BYTES
@@ -48,7 +48,7 @@ def _each_time(spec: JobSpec, shape: ModelShape) -> float:
     """Bytes that each publication sends: the adapter alone, or all weights."""
     if spec.model.lora is None or spec.model.lora.merge:
         return published_bytes(spec, shape)
-    return element_bytes(spec.rollout.dtype) * adapter_parameters(shape, spec.model.lora)
+    return element_bytes(spec.rollout.dtype) * adapter_parameters(shape, without_experts(spec.model.lora))
 
 
 def receiver_bytes(spec: JobSpec, shape: ModelShape, workers: int) -> float:

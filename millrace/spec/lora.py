@@ -18,6 +18,8 @@ MEGATRON_NAMES: dict[str, tuple[str, ...]] = {
     "linear_kv_up_proj": ("kv_b_proj",),
 }
 """Megatron's names of layers, and those that the layers in them have in a model folder."""
+OF_EXPERTS = {"linear_fc1": ("gate", "up"), "linear_fc2": ("down",)}
+"""Megatron's names that mean layers of each routed expert too, and which of them."""
 ROUTERS = frozenset({"router", "gate", "shared_expert_gate"})
 """Names of modules that decide which experts a token is sent to, or how much the shared experts add."""
 ModuleName = Annotated[str, Field(min_length=1, max_length=256)]
@@ -32,12 +34,14 @@ class Lora(StrictModel):
     """Share of the adapter's inputs that an update sets to zero."""
     target_modules: Literal["all-linear"] | list[ModuleName] = Field("all-linear", examples=[["q_proj", "v_proj"]])
     """Names of the layers that get an adapter, or the ends of their names; Megatron's names of fused layers, such as
-    linear_qkv, mean the layers in them. all-linear: every linear layer except the model's head and the routers of
-    experts."""
+    linear_qkv, mean the layers in them, and with the megatron backend linear_fc1 and linear_fc2 those of routed experts
+    too. One of Megatron's names that this model has no layer for is told and passed over. all-linear:
+    every linear layer except the model's head and the routers of experts."""
     exclude_modules: list[ModuleName] = Field(default_factory=list, examples=[["down_proj"]])
     """Layers among them that get none."""
-    init: Literal["kaiming", "gaussian"] = "kaiming"
-    """First values of the matrix A. B begins with zeros, so that the model begins as it is in its folder."""
+    init: Literal["kaiming", "gaussian", "xavier"] = "kaiming"
+    """First values of the matrix A: PEFT's two, or normal ones of variance 2/(inputs + rank) (xavier). B
+    begins with zeros, so that the model begins as it is in its folder."""
     dora: bool = False
     """Whether direction and magnitude of a weight are trained apart (DoRA, arXiv 2402.09353)."""
     rslora: bool = False

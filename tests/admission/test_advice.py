@@ -1,11 +1,14 @@
 """Which values of a valid job are told with a better one."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from millrace.admission.advice import advice
 from millrace.spec import parse
+from tests.megatron import configs
 
 RANK, RATE = "model.lora.rank", "trainer.optimizer.lr"
 
@@ -47,3 +50,32 @@ def test_the_value_and_the_better_one_are_named() -> None:
         "trainer.optimizer.lr: 1e-06: this is a learning rate for all weights, and adapters learn slowly with it."
         " Fix: give about ten times the rate for all weights, such as 1.0e-5.",
     ]
+
+
+LATENT = ["linear_kv_down_proj", "linear_kv_up_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_q_proj"]
+FUSED = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+
+
+@pytest.mark.parametrize(
+    ("config", "backend", "names", "without"),
+    [
+        (configs.QWEN3_30B_A3B, "megatron", FUSED, []),
+        (configs.MIXTRAL, "megatron", FUSED, []),
+        (configs.QWEN3_30B_A3B, "fsdp2", FUSED, ["linear_fc1", "linear_fc2"]),
+        (configs.DEEPSEEK_V3, "megatron", [*LATENT, *FUSED[1:]], ["linear_q_proj"]),
+        (configs.MOONLIGHT, "megatron", [*LATENT, *FUSED[1:]], ["linear_q_down_proj", "linear_q_up_proj"]),
+        (configs.DEEPSEEK_V3, "megatron", FUSED, ["linear_qkv"]),
+    ],
+)
+def test_megatrons_names_that_have_no_effect_are_told(
+    config: dict[str, Any], backend: str, names: list[str], without: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    job = {
+        "name": "adapters",
+        "output": "/data/out",
+        "model": {"path": str(tmp_path), "lora": {"target_modules": names, "merge": True}},
+        "data": {"files": ["/data/train.parquet"]},
+        "trainer": {"backend": backend, "optimizer": {"lr": 1e-5}},
+    }
+    assert [json.loads(each.value) for each in advice(parse(job))] == without

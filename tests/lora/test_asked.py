@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from millrace.errors import InvalidJob
-from millrace.lora.asked import AskedAdapter
+from millrace.lora.asked import AskedAdapter, absent
 from millrace.spec.lora import Lora
 from tests.lora.folders import LAYERS, Q, write_folder
 
@@ -30,18 +30,33 @@ def test_names_ends_of_names_and_megatrons_names() -> None:
 
 
 def test_every_name_has_to_mean_a_layer() -> None:
+    """Those of Megatron may belong to another model."""
     with pytest.raises(InvalidJob) as refused:
         chosen(target_modules=["q_proj", "v_prj", "linear_kv_up_proj", "gate"], exclude_modules=["dwn_proj"])
     told = {mistake.field + " " + mistake.value: mistake.fix for mistake in refused.value.mistakes}
     targets = "model.lora.target_modules"
     assert told.keys() == {
         'model.lora.exclude_modules "dwn_proj"',
-        *(f'{targets} "{name}"' for name in ("v_prj", "linear_kv_up_proj", "gate")),
+        *(f'{targets} "{name}"' for name in ("v_prj", "gate")),
     }
     assert told[f'{targets} "v_prj"'].startswith("did you mean `v_proj`?")
 
 
+def test_megatrons_names_of_layers_that_the_model_lacks_are_told() -> None:
+    lora = Lora(target_modules=["linear_qkv", "linear_kv_up_proj"], exclude_modules=["linear_fc1", "linear_q_up_proj"])
+    assert AskedAdapter.of(lora).choose(LINEAR, HEAD, OTHERS) == [name for name in LINEAR if "self_attn" in name]
+    told = [str(each) for each in absent(lora, LINEAR)]
+    assert [line.partition(": this")[0] for line in told] == [
+        'model.lora.target_modules: "linear_kv_up_proj"',
+        'model.lora.exclude_modules: "linear_fc1"',
+        'model.lora.exclude_modules: "linear_q_up_proj"',
+    ]
+    assert "this model has linear_qkv, linear_fc2, linear_q_proj." in told[0]
+
+
 def test_some_layer_has_to_be_left() -> None:
+    with pytest.raises(InvalidJob, match=r"model\.lora\.target_modules: .*: no layer of the model can have an adapter"):
+        chosen(target_modules=["linear_kv_up_proj"])
     with pytest.raises(InvalidJob, match=r"model\.lora\.target_modules: .*: exclude_modules leaves none of them"):
         chosen(target_modules=["q_proj"], exclude_modules=["q_proj"])
 

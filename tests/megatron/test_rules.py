@@ -213,6 +213,9 @@ def test_the_layers_of_a_folder_are_held_against_the_rules(tmp_path, through_jso
         ({"target_modules": ["linear_qkv", "experts", "linear_fc3"], "merge": True}, ["model.lora.target_modules"]),
         ({"exclude_modules": ["experts", "lm_head", "gate", "o_prj"]}, ["model.lora.exclude_modules"]),
         ({"exclude_modules": ["experts", "lm_head", "gate"]}, []),
+        ({"target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], "merge": True}, []),
+        ({"target_modules": ["linear_qkv", "linear_fc1"], "merge": False}, ["model.lora.merge"]),
+        ({"target_modules": ["linear_kv_up_proj"]}, ["model.lora.target_modules"]),
     ],
 )
 def test_names_of_layers_are_told_at_submission(tmp_path, lora, fields):

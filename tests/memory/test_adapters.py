@@ -8,7 +8,8 @@ import pytest
 
 from millrace.backends.megatron import MegatronOptions
 from millrace.bench.shapes import shape_of
-from millrace.megatron.adapters import adapted_linears, adapter_layout, linear_layers
+from millrace.lora.asked import AskedAdapter
+from millrace.megatron.adapters import adapted_linears, adapter_layout, choose_layers, linear_layers
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.topology import Topology
@@ -21,16 +22,27 @@ from tests.megatron.test_weights import CONFIGS
 from tests.memory.jobs import cut, job
 
 ALL, EXPERTS = {"target_modules": "all-linear"}, {"target_modules": ["experts", "q_proj", "o_proj"]}
+LATENT = [f"linear_{name}_proj" for name in ("kv_down", "kv_up", "q_down", "q_up", "q")]
+PAGE = {"target_modules": ["linear_qkv", *LATENT, "linear_proj", "linear_fc1", "linear_fc2"]}
+"""Both lists of verl's page: they mean every linear layer, those of experts too."""
+FIRST = {"target_modules": ["linear_fc1", "o_proj"]}
 BILLION = 1e9
 
 
-def held(shape: ModelShape, options: MegatronOptions, *, experts: bool) -> int:
-    """Parameters of adapters of rank 5 on Megatron's first rank: of all linear layers, or of experts, q_proj and
-    o_proj."""
-    chosen = frozenset(linear_layers(shape, TRANSFORMER_ENGINE))
-    if experts:
-        chosen = frozenset(layer for layer in chosen if layer.endswith((".q_proj", ".o_proj")))
-        chosen |= frozenset(linear_layers(shape, TRANSFORMER_ENGINE, experts=True))
+def held(shape: ModelShape, options: MegatronOptions, lora: Lora) -> int:
+    """Parameters of the adapters on Megatron's first rank."""
+    linear, of_experts = (linear_layers(shape, TRANSFORMER_ENGINE, experts=experts) for experts in (False, True))
+    chosen = {
+        "all-linear": frozenset(linear),
+        "experts": frozenset([*of_experts, *(name for name in linear if name.endswith((".q_proj", ".o_proj")))]),
+        "linear_qkv": frozenset([*linear, *of_experts]),
+        "linear_fc1": frozenset(
+            [name for name in linear if name.endswith(("gate_proj", "up_proj", "o_proj"))]
+            + [name for name in of_experts if not name.endswith(("down_proj", "w2"))]
+        ),
+    }["all-linear" if isinstance(lora.target_modules, str) else lora.target_modules[0]]
+    if lora.target_modules[0] != "experts":  # the model may have none
+        assert chosen == choose_layers(AskedAdapter.of(lora), shape, TRANSFORMER_ENGINE)
     size = max(1, options.tensor_parallel, options.expert_parallel * options.expert_tensor_size)
     places = layout(shape, Topology(size, options), 0, TRANSFORMER_ENGINE)
     chunks = adapter_layout(adapted_linears(places, chosen), 5)
@@ -38,7 +50,7 @@ def held(shape: ModelShape, options: MegatronOptions, *, experts: bool) -> int:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("asked", [ALL, EXPERTS], ids=["all-linear", "experts"])
+@pytest.mark.parametrize("asked", [ALL, EXPERTS, PAGE, FIRST], ids=["all-linear", "experts", "page", "fc1"])
 @pytest.mark.parametrize("split", [{}, {"tensor_parallel": 2}, {"expert_parallel": 2}], ids=str)
 def test_as_many_are_counted_as_a_rank_has(
     name: str, asked: dict[str, object], split: dict[str, int], tmp_path: Path
@@ -46,10 +58,10 @@ def test_as_many_are_counted_as_a_rank_has(
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     shape = read_shape(tmp_path)
     options = MegatronOptions.model_validate(split if shape.experts is not None else {**split, "expert_parallel": 1})
-    lora = Lora.model_validate({"rank": 5, **asked})
+    lora = Lora.model_validate({"rank": 5, "merge": True, **asked})
     layers = adapter_layers(shape, lora, ranks=options.tensor_parallel, expert_ranks=options.expert_tensor_size)
     counted = sum(layer.dense + layer.experts / options.expert_parallel for layer in layers)
-    assert counted == held(shape, options, experts=asked is EXPERTS)
+    assert counted == held(shape, options, lora)
 
 
 def test_adapters_of_all_experts_are_most_of_a_large_models_adapters() -> None:

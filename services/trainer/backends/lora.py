@@ -45,14 +45,17 @@ def target_names(chosen: Collection[str], others: Collection[str]) -> list[str]:
     return sorted(chosen if ambiguous else short)
 
 
-def first_a(name: str, shape: tuple[int, ...], config: LoraConfig, seed: int) -> Tensor:
-    """PEFT's first values of a matrix A, float32 of `shape` [rank, in]. They are drawn from the seed and the name that
-    the matrix has in a PEFT folder: every backend and every rank draws the same."""
+def first_a(name: str, shape: tuple[int, ...], init: str, seed: int) -> Tensor:
+    """First values of a matrix A by `model.lora.init`, float32 of `shape` [rank, in]: PEFT's, or Glorot's. They are
+    drawn from the seed and the name that the matrix has in a PEFT folder: every backend and every rank draws the
+    same."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     value = torch.zeros(shape)
-    if config.init_lora_weights == "gaussian":
-        return value.normal_(0.0, 1 / config.r, generator=generator)
+    if init == "gaussian":
+        return value.normal_(0.0, 1 / shape[0], generator=generator)
+    if init == "xavier":
+        return nn.init.xavier_normal_(value, generator=generator)
     return nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
 
 

@@ -49,8 +49,8 @@ def layers(module: nn.Module) -> dict[str, Linear]:
 
 
 @torch.no_grad()
-def fill_adapters(module: nn.Module, config: LoraConfig, lora: Lora, seed: int) -> None:
-    """Gives this rank's part of every adapter its first values: those of PEFT, drawn from `seed`, or those of the
+def fill_adapters(module: nn.Module, lora: Lora, seed: int) -> None:
+    """Gives this rank's part of every adapter its first values: drawn from `seed`, or those of the
     folder that the job names. The module's own weights are already there. Raises InvalidJob."""
     stored = {} if lora.adapter_path is None else _stored(module, Path(lora.adapter_path))
     parameters = dict(module.named_parameters())
@@ -61,7 +61,7 @@ def fill_adapters(module: nn.Module, config: LoraConfig, lora: Lora, seed: int) 
         if stored:
             part.copy_from(stored[name])
         elif f".{LORA_A}." in name:
-            part.copy_from(first_a(stored_name(name), tuple(parameter.shape), config, seed))
+            part.copy_from(first_a(stored_name(name), tuple(parameter.shape), lora.init, seed))
         elif f".{MAGNITUDE}." in name:  # its rows are divided over the ranks as the weight's are
             rows_oi = LocalPart.of(parameters[name.replace(f".{MAGNITUDE}.default.", BASE)]).values
             part.values.copy_(torch.linalg.vector_norm(rows_oi.float(), dim=1))
@@ -91,5 +91,5 @@ def policy(model: Model, config: Any, adapter: LoraConfig, sharding: Sharding, s
         build,
         ModelFolder(AutoModelForCausalLM, model, config, sharding.compute, MODEL_FIELD),
         sharding,
-        fill_rest=lambda module: fill_adapters(module, adapter, lora, seed),
+        fill_rest=lambda module: fill_adapters(module, lora, seed),
     )

@@ -37,6 +37,8 @@ class AdapterPlan:
     stored: Path | None
     """The PEFT folder whose adapter is trained further."""
     seed: int
+    init: str
+    """`model.lora.init`."""
 
     @classmethod
     def of(cls, lora: Lora, shape: ModelShape, layers: Layers, options: MegatronOptions, seed: int) -> Self:
@@ -52,7 +54,7 @@ class AdapterPlan:
         (places,) = adapter_layout(adapted_linears(alone, chosen), settings.rank)
         found = (piece.tensor for placement in places.values() for piece in placement.pieces)
         stored = None if lora.adapter_path is None else Path(lora.adapter_path)
-        return cls(config, settings, chosen, tuple(dict.fromkeys(found)), shape.names, stored, seed)
+        return cls(config, settings, chosen, tuple(dict.fromkeys(found)), shape.names, stored, seed, lora.init)
 
     def stored_name(self, name: str) -> str:
         """Name in a PEFT folder of one of its tensors: PEFT has the names of the transformers module."""
@@ -92,7 +94,7 @@ class AdapterPlan:
         if stored:
             whole = stored[name]
         elif f".{A}." in name:
-            whole = first_a(name, piece.tensor.shape, self.config, self.seed)
+            whole = first_a(name, piece.tensor.shape, self.init, self.seed)
         else:
             return torch.zeros(placement.shape)
         box = tuple(slice(first, first + count) for first, count in zip(piece.source, piece.extent, strict=True))
