@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from millrace.sandbox import census, privileges, syscalls, tree
 from millrace.sandbox.boundaries import Boundary, Missing
+from millrace.sandbox.seccomp import forbid_user_namespaces
 from millrace.sandbox.verdict import Verdict
 from millrace.sandbox.view import View
 
@@ -40,6 +41,8 @@ class Wanted:
     """Descriptors, besides its standard ones, that the code keeps."""
     processes: int = privileges.PROCESSES
     """Most processes and threads together."""
+    user_namespaces: bool = True
+    """Whether the code may make user namespaces, as sandboxes inside this one need them."""
     loopback: bool = False
     """Whether there is a loopback where the network of the machine cannot be reached."""
 
@@ -134,6 +137,8 @@ def become_code(wanted: Wanted, given: Given, user: int | None, size: privileges
     processes = wanted.processes if counted else None
     privileges.limit(wanted.memory_mb, size, scratch_mb(wanted), processes)
     privileges.become(user)
+    if not wanted.user_namespaces:
+        forbid_user_namespaces()
     syscalls.end_with_parent(signal.SIGKILL)
     os.chdir("/tmp")
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -19,7 +19,7 @@ from millrace.errors import InvalidJob
 from millrace.rewards.calls import outcomes
 from millrace.rewards.outcome import BadOutcome
 from millrace.rewards.programs import limits
-from millrace.rewards.registry import ComputeScore, load
+from millrace.rewards.registry import BUILT_IN, ComputeScore, load
 from millrace.rewards.term import Scope, Term
 from millrace.sandbox.boundaries import Missing
 from millrace.sandbox.first import Wanted
@@ -38,7 +38,10 @@ def main() -> None:
     setup = json.loads(requests.readline())
     code = [path for term in setup["terms"] for path in code_of(term["function"])]
     seen = view([*code, *map(Path, setup["paths"])], setup["hidden"])
-    wanted = Wanted(seen, setup["memory_mb"], setup["network"], (requests.fileno(), replies.fileno()))
+    # `code` makes sandboxes of its own; by_data_source may name it.
+    built_in = any(term["function"] in BUILT_IN for term in setup["terms"])
+    kept = (requests.fileno(), replies.fileno())
+    wanted = Wanted(seen, setup["memory_mb"], setup["network"], kept, user_namespaces=built_in)
     confine(wanted, setup["parent"], setup["control"], lambda missing: _serve(setup, requests, replies, missing))
 
 

@@ -183,13 +183,13 @@ def namespaces(prey):
     pid = os.fork()
     if pid == 0:
         user = os.getuid()
-        if libc.unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0:
+        if opened := libc.unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0:
             _works(_write, "/proc/self/setgroups", "deny")
             _works(_write, "/proc/self/uid_map", f"0 {user} 1")
             for path in ("/dev/shm", "/tmp", os.path.dirname(__file__), "/usr", "/proc", "/"):
                 libc.umount2(path.encode(), DETACH)
                 libc.mount(None, path.encode(), None, ctypes.c_ulong(REMOUNT_WRITABLE), None)
-        os._exit(len(files_read(prey)) + len(files_written(prey)))
+        os._exit(opened + len(files_read(prey)) + len(files_written(prey)))
     got = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return [got] if got else []
 
