@@ -6,7 +6,7 @@ are those of Transformer Engine's layers or of Megatron's own. All of this is fo
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from millrace.backends.megatron import MegatronOptions
@@ -21,6 +21,10 @@ from millrace.megatron.weights import LOCAL, layout
 EMBEDDING = "embedding.word_embeddings.weight"
 PADDED = (EMBEDDING, "output_layer.weight")
 """Parameters whose first dimension, the vocabulary, Megatron pads by a rule of each program."""
+MODEL = ("embedding.", "decoder.", "output_layer.")
+"""Beginnings of the parameters of a language model, behind the prefix of all keys."""
+EXTRA = "_extra_state"
+"""Part of the keys of Transformer Engine's own state, which is not read."""
 LAYERS = "decoder.layers."
 EXPERTS = "mlp.experts.local_experts."
 HALVES = ("_w", "_v")
@@ -63,7 +67,17 @@ def located(index: CheckpointIndex, shape: ModelShape) -> dict[str, Located]:
             name, stored = piece.tensor.name, (*leading, *place.target)
             parts[name].append(Part(place.tensor.key, piece.source, piece.extent, stored, along))
             known[name] = (piece.tensor.shape, place.tensor.dtype)
+    _check_unread(index, prefix, {part.key for found in parts.values() for part in found})
     return {name: Located(*known[name], tuple(found)) for name, found in parts.items()}
+
+
+def _check_unread(index: CheckpointIndex, prefix: str, taken: Set[str]) -> None:
+    """Raises InvalidJob where the checkpoint has tensors of the decoder that the model of the config does not take."""
+    ours = tuple(prefix + start for start in MODEL)
+    left = sorted(key for key in index.tensors if key.startswith(ours) and key not in taken and EXTRA not in key)
+    if left:
+        reason = f"stores {', '.join(left[:3])}, for which the model of the config has no place"
+        raise refused(index.field, str(index.folder), reason, "give the config.json of the model in this checkpoint.")
 
 
 def _prefix(index: CheckpointIndex) -> str:

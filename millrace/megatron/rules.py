@@ -14,9 +14,11 @@ from millrace.lora.folder import FIELD
 from millrace.megatron.adapters import choose_layers, is_of_expert
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.architectures.shape import ModelShape
-from millrace.megatron.weights import LOCAL, Layers
+from millrace.megatron.weights import LOCAL, Layers, unread
 from millrace.spec import JobSpec
 from millrace.spec.lora import Lora
+from millrace.weights.headers import stored_shapes
+from millrace.weights.unread import other_values
 
 
 def check_submission(spec: JobSpec) -> None:
@@ -24,10 +26,22 @@ def check_submission(spec: JobSpec) -> None:
     options, critic = parse(spec.trainer.backend_options), spec.algorithm.critic
     check(options, shape := read_shape(Path(spec.model.path)), None, cuda=True)
     _check_replay(spec, options, shape)
+    if spec.model.weights is None:
+        _check_folder(Path(spec.model.path), shape)
     if spec.model.lora is not None:
         check_adapter(spec.model.lora, options, shape, LOCAL)
     if critic is not None and critic.path is not None:
         check(options, read_shape(Path(critic.path), "algorithm.critic.path"), None, cuda=True)
+
+
+def _check_folder(folder: Path, shape: ModelShape) -> None:
+    """Raises InvalidJob where names or shapes of the folder's tensors show that the model does not take one."""
+    stored, place = stored_shapes(folder), f"model.path: {folder}"
+    found = unread(shape, stored)
+    found.check(place)
+    for name, source in found.copies:
+        if stored[name] != stored[source]:
+            raise other_values(place, name, source)
 
 
 def _check_replay(spec: JobSpec, options: MegatronOptions, shape: ModelShape) -> None:

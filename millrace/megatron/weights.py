@@ -6,12 +6,14 @@ is a Placement. Names and splits are those of megatron-core 0.16. A rank that bu
 against this map, so that a change in a new release is noticed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from millrace.backends.megatron import MegatronOptions
 from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, ModelShape
 from millrace.megatron.placement import Placement, Tensor, stack
 from millrace.megatron.topology import Coordinates, Topology
+from millrace.weights.unread import Unread
 
 Layout = list[dict[str, Placement]]
 """For each model chunk of a rank: parameter name → placement."""
@@ -46,6 +48,15 @@ def tensors(shape: ModelShape, topology: Topology, layers: Layers) -> tuple[Tens
     (everything,) = layout(shape, one_rank, 0, layers)
     pieces = (piece.tensor for placement in everything.values() for piece in placement.pieces)
     return tuple(dict.fromkeys(pieces))
+
+
+def unread(shape: ModelShape, stored: Iterable[str]) -> Unread:
+    """The tensors of a folder, `stored`, that no rank reads. A critic ignores the language model's head."""
+    names, heads = shape.names, (r"^lm_head\.", r"^score\.bias$")
+    taken = {tensor.name for tensor in tensors(shape, Topology(1, MegatronOptions()), LOCAL)}
+    tied = {names.head: names.embedding} if shape.tied else {}
+    ignored = (*names.untrained, *(heads if shape.value_head else ()))
+    return Unread.of(stored, taken, tied=tied, ignored=ignored, layers=shape.layers)
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,17 @@ LACKS: list[tuple[str, Any, str]] = [
 ]
 
 
+def test_a_tensor_of_a_dist_checkpoint_that_the_model_does_not_take_is_refused_by_key(
+    folder: Path, tmp_path: Path
+) -> None:
+    state, bias = in_megatron_names(folder), "decoder.layers.0.self_attention.linear_proj.bias"
+    ignored = {"decoder.layers.0.mlp._extra_state": torch.zeros(1), "optimizer.decoder.x": torch.zeros(1)}
+    check_checkpoint(folder, saved_by_megatron(tmp_path / "whole", state | ignored))
+    checkpoint = saved_by_megatron(tmp_path / "dist", state | {bias: torch.ones(16)})
+    with pytest.raises(InvalidJob, match=rf"model\.weights: .*stores {bias}, for which the model of the config has no"):
+        check_checkpoint(folder, checkpoint)
+
+
 @pytest.mark.parametrize(("name", "value", "reason"), LACKS)
 def test_a_dist_checkpoint_that_does_not_fit_is_refused_by_tensor(
     name: str, value: torch.Tensor | None, reason: str, folder: Path, tmp_path: Path

@@ -7,7 +7,8 @@ from millrace.backends.megatron import MegatronOptions, parse
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.rules import broken_rules, check, check_adapter, check_submission
-from millrace.megatron.weights import LOCAL
+from millrace.megatron.topology import Topology
+from millrace.megatron.weights import LOCAL, tensors
 from millrace.spec import parse as parse_job
 from millrace.spec import received
 from millrace.spec.lora import Lora
@@ -135,6 +136,39 @@ def test_a_submitted_job_is_held_against_its_model(tmp_path):
     }
     with pytest.raises(InvalidJob, match=r"expert_parallel: 16: the model has 8 experts a layer"):
         submission.check(tree)
+
+
+def stored(folder, shapes):
+    """A folder with tensors of these shapes, as far as headers tell."""
+    header = json.dumps({name: {"dtype": "BF16", "shape": shape} for name, shape in shapes.items()}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def test_a_stored_tensor_that_the_model_does_not_take_is_told_at_submission(tmp_path):
+    config = {**configs.QWEN2, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = read_shape(tmp_path)
+    taken = {tensor.name: list(tensor.shape) for tensor in tensors(shape, Topology(1, MegatronOptions()), LOCAL)}
+    job = {"name": "test", "output": "/o", "model": {"path": str(tmp_path)}, "trainer": {"backend": "megatron"}}
+    spec = received(
+        parse_job({**job, "data": {"files": ["rows.jsonl"]}, "reward": {"function": "exact"}}).model_dump_json()
+    )
+    head, embedding = "lm_head.weight", taken["model.embed_tokens.weight"]
+    known = {
+        head: embedding,
+        "model.layers.1.mlp.up_proj.weight": [1],
+        "model.layers.0.self_attn.rotary_emb.inv_freq": [4],
+    }
+    stored(tmp_path, taken | known)
+    check_submission(spec)
+    stored(tmp_path, taken | {"model.layers.0.self_attn.o_proj.bias": [896]})
+    with pytest.raises(InvalidJob, match=r"stores model\.layers\.0\.self_attn\.o_proj\.bias, for which the model of"):
+        check_submission(spec)
+    stored(tmp_path, taken | {head: [embedding[0] + 64, embedding[1]]})
+    with pytest.raises(
+        InvalidJob, match=r"lm_head\.weight with other values than model\.embed_tokens\.weight, to which"
+    ):
+        check_submission(spec)
 
 
 def test_a_critic_of_another_folder_is_held_against_the_options_too(tmp_path):

@@ -13,5 +13,5 @@ def shape(config: Mapping[str, Any]) -> ModelShape:
     text = {**config, **(config.get("text_config") or {})}
     text["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
     decoder = qwen2.shape(text, theta=1e6)
-    names = replace(decoder.names, module="model.language_model.")
+    names = replace(decoder.names, module="model.language_model.", untrained=(r"^(model\.)?visual\.",))
     return replace(decoder, architecture="qwen2_5_vl", names=names)

@@ -33,6 +33,9 @@ class Names:
     module: str = "model."
     """What stands in the transformers module in place of the `model.` with which names of layers begin."""
 
+    untrained: tuple[str, ...] = ()
+    """Patterns of the folder's tensors that are not built. Engines keep theirs, saved models those of the folder."""
+
     def in_module(self, name: str) -> str:
         """Name in the transformers module of a layer of the folder, or of a tensor of its adapter."""
         return name.replace("model.", self.module, 1)

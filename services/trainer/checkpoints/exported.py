@@ -9,6 +9,7 @@ from torch import Tensor
 
 from millrace.errors import InvalidState
 from millrace.weights.loader.stored import pieces, published_dtype, stored_tensors
+from millrace.weights.unread import predicts_ahead
 from services.trainer.checkpoints import huggingface
 from services.trainer.checkpoints.box_files import BoxReader
 from services.trainer.checkpoints.description import Description
@@ -80,7 +81,7 @@ class Exported:
                 what = f"{self.folder} has no tensor {lacking[0]}.weight, for which the checkpoint has an adapter."
                 raise InvalidState(what, "name the folder of the job's model with --model.")
             for name in files:
-                if huggingface.predicts_ahead(name, layers):
+                if predicts_ahead(name, layers):
                     continue
                 whole, layer = files.whole(name), name.removesuffix(".weight")
                 if layer in adapted:

@@ -1,7 +1,6 @@
 """A model as an ordinary Hugging Face folder: safetensors in shards, with config and tokenizer of the job's model."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from millrace.checkpoints.source import DESCRIPTION
 from millrace.data.quantization import unquantized
 from millrace.errors import InvalidState
 from millrace.weights.plans.manifest import TensorInfo
+from millrace.weights.unread import predicts_ahead
 from services.trainer.checkpoints.model_files import ModelFiles, readable
 from services.trainer.checkpoints.value_head import WEIGHT
 from services.trainer.ranks import collectives
@@ -26,8 +26,6 @@ Export = Callable[[str], Iterator[tuple[TensorInfo, Tensor | None]]]
 SHARD_BYTES = 4 << 30
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
 """Patterns of the files of a model folder that are not weights."""
-LAYER = re.compile(r"(?:^|\.)(?:model|language_model)\.layers\.(\d+)\.")
-"""Finds the number of the language model's layer in the name of a tensor."""
 
 
 def write_folder(
@@ -137,13 +135,6 @@ def layer_count(model: Path) -> int | None:
     config = json.loads((model / "config.json").read_text())
     layers: int | None = {**config, **(config.get("text_config") or {})}.get("num_hidden_layers")
     return layers
-
-
-def predicts_ahead(name: str, layers: int | None) -> bool:
-    """Whether a tensor belongs to a head that predicts several tokens at once."""
-    layer = LAYER.search(name)
-    beyond = layer is not None and layers is not None and int(layer[1]) >= layers
-    return beyond or any(part.startswith("mtp") for part in name.split("."))
 
 
 def dtype_of(model: Path) -> str:

@@ -16,8 +16,10 @@ from millrace.spec import JobSpec
 from millrace.spec.pool import PoolTask
 from millrace.weights.loader.stored import published_dtype, stored_tensors, views
 from millrace.weights.plans.manifest import Manifest
+from millrace.weights.unread import Unread
 from services.rollout.engine import PoolModel, compute_threads
 from services.rollout.engines.adapter import AdapterShape, adapter_shape, not_served
+from services.rollout.engines.tied_head import check_tied_head
 
 
 class AdapterSlot:
@@ -177,6 +179,11 @@ def load(model: PoolModel, device: str, attn_implementation: str) -> Any:
     if missing := sorted(told["missing_keys"]):
         reason = f"has no weights for {', '.join(missing[:3])}, without which it cannot give {model.task}"
         raise refused(field, pool.path, reason, "give the folder of a trained model of that kind.")
+    heads = [r"^lm_head\."] if model.task is PoolTask.REWARDS else []
+    layers = getattr(loaded.config.get_text_config(), "num_hidden_layers", None)
+    unread = Unread.of(told["unexpected_keys"], (), tied={}, ignored=heads, layers=layers)
+    unread.check(f"{field}: {pool.path}")
+    check_tied_head(model)
     if model.task is PoolTask.REWARDS and loaded.config.num_labels != 1:
         fix = "give a model with one label, whose number is the reward."
         raise refused(field, pool.path, f"its head has {loaded.config.num_labels} labels", fix)

@@ -6,9 +6,12 @@ from its config without memory for its weights, and prints `{"mistakes": [{field
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from millrace.backends.fsdp2 import parse
@@ -18,8 +21,10 @@ from millrace.spec import parse as parse_spec
 from services.trainer.backends.fsdp2 import attention
 from services.trainer.backends.fsdp2.computable import check_computable, check_config
 from services.trainer.backends.fsdp2.layer_choice import choose_layers
+from services.trainer.backends.fsdp2.loading.boxes import check_whole_folder
 from services.trainer.backends.fsdp2.model import FIELD, load_config
 from services.trainer.backends.fsdp2.proof.implementations import FLASH
+from services.trainer.checkpoints.model_files import ModelFiles, readable
 
 NAMES = {
     "auto": (attention.SEGMENTS, FLASH),
@@ -48,6 +53,7 @@ def check(spec: JobSpec) -> None:
         what = f"{FIELD}: {spec.model.path} cannot be built as a language model: {reason}"
         raise InvalidJob(what, "give a model of an architecture that this release of transformers knows.") from error
     _check_any(module, NAMES[asked], spec.model.path)
+    _check_folder(spec, module)
     if spec.model.lora is not None:
         choose_layers(module, spec.model.lora)
 
@@ -62,6 +68,17 @@ def _check_any(module: PreTrainedModel, implementations: tuple[str, ...], path: 
             first = first or error
     if first is not None:
         raise first
+
+
+def _check_folder(spec: JobSpec, module: PreTrainedModel) -> None:
+    """Raises InvalidJob where names or shapes of the folder's tensors show that the model does not take one. Files that
+    are not here are left to the trainer."""
+    folder, weights = Path(spec.model.path), None if spec.model.weights is None else Path(spec.model.weights)
+    if not readable(folder, weights):
+        return
+    place = f"{FIELD}: {folder}" if weights is None else f"model.weights: {weights}"
+    with suppress(OSError, SafetensorError), ModelFiles(folder, weights) as files:
+        check_whole_folder(module, files, folder, place, by_value=False)
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ from services.trainer.backends.megatron.optimizer.optimizer import Updater, wrap
 from services.trainer.backends.megatron.parallel.schedule import Pipeline
 from services.trainer.backends.megatron.weights.export import GatherPlan
 from services.trainer.backends.megatron.weights.part import ChunkTensors, PublishedPart
-from services.trainer.backends.megatron.weights.reading import read
+from services.trainer.backends.megatron.weights.reading import check_whole_folder, read
 from services.trainer.backends.megatron.weights.state import state
 from services.trainer.protocol.backend import Critic, DataParallel, LossFn, Output, TokenScores
 from services.trainer.protocol.local_tensors import LocalBoxes, NamedTensors
@@ -300,6 +300,8 @@ class MegatronBackend:
     def _fill(self, chunks: list[Policy], updater: Updater | None) -> None:
         """Reads this rank's part of the model folder into the parameters and, as float32, into the master weights."""
         with collectives.fail_together():
+            shape, by_value = self._setup.shape, dist.get_rank() == 0
+            check_whole_folder(self._folder, shape, self._weights, by_value=by_value)
             for chunk, placements in zip(chunks, self._layout, strict=True):
                 _copy(read(self._folder, placements, torch.float32, self._weights), chunk, updater)
 

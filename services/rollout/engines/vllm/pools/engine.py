@@ -17,6 +17,7 @@ from millrace.engines.vllm import SET_BY_REPLICAS
 from millrace.errors import InvalidJob
 from services.rollout.engine import PoolModel
 from services.rollout.engines.options import has_latents, mistake_in
+from services.rollout.engines.tied_head import check_tied_head
 from services.rollout.engines.vllm.environment import before_start, set_cpu_environment
 from services.rollout.engines.vllm.options import CPU_KV_CACHE_BYTES, ON_LATENTS, without_broken_fusion
 from services.rollout.engines.vllm.processes import shut_down, start_errors
@@ -77,6 +78,7 @@ class VllmPoolEngine(ABC):
         if current_platform.is_cpu():
             set_cpu_environment()
         with start_errors(f"{model.field}.path", model.pool.path, f"{model.field}.engine_options"):
+            check_tied_head(model)
             config = self._arguments(model).create_engine_config()
             return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 

@@ -1,7 +1,9 @@
 """Reads a model folder's safetensors straight into the shards of a module: each rank only the boxes that it holds."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -9,9 +11,12 @@ from transformers import PreTrainedModel
 
 from millrace.weights.loader.stored import stored_tensors, views
 from millrace.weights.plans.views import ViewedBox, viewed_box
+from millrace.weights.unread import Unread
 from services.trainer.backends.fsdp2.adapted import BASE
 from services.trainer.backends.fsdp2.loading.local import LocalPart
+from services.trainer.checkpoints.huggingface import layer_count
 from services.trainer.checkpoints.model_files import ModelFiles
+from services.trainer.checkpoints.unread import check_unread
 from services.trainer.protocol.adapter import is_adapter
 
 
@@ -29,6 +34,31 @@ def folder_tensors(module: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in stored_tensors(module):
         if not is_adapter(name):
             yield name.replace(BASE, "."), tensor
+
+
+def tied_names(module: PreTrainedModel) -> dict[str, str]:
+    """Names of parameters that are tied to others, with the names under which these are read; without adapters."""
+    read = {id(tensor): name for name, tensor in module.named_parameters()}
+    named = module.named_parameters(remove_duplicate=False)
+    tied = {name: read[id(tensor)] for name, tensor in named if read[id(tensor)] != name}
+    return {name.replace(BASE, "."): source.replace(BASE, ".") for name, source in tied.items()}
+
+
+def check_whole_folder(module: PreTrainedModel, files: ModelFiles, folder: Path, place: str, *, by_value: bool) -> None:
+    """Raises InvalidJob where the folder stores tensors with values of their own that the module does not take.
+    `by_value`: tied ones are compared with the one that is read for them; otherwise names and shapes alone count.
+
+    A module without a head ignores the folder's: tensors outside the module's own prefix."""
+    if (found := boxes(module, files)) is None:
+        return
+    taken, prefix = {each.stored for each in found}, module.base_model_prefix
+    ignored = list(module._keys_to_ignore_on_load_unexpected or ())
+    if all(name.startswith(f"{prefix}.") for name in taken) and not hasattr(module, prefix):
+        ignored.append(rf"^(?!{re.escape(prefix)}\.)")
+    stored = {piece: _name_in(files, piece, prefix) for pair in tied_names(module).items() for piece in pair}
+    tied = {str(stored[name]): str(stored[source]) for name, source in tied_names(module).items() if stored[name]}
+    unread = Unread.of(files, taken, tied=tied, ignored=ignored, layers=layer_count(folder))
+    check_unread(unread, files, folder, place, by_value=by_value)
 
 
 def boxes(module: PreTrainedModel, files: ModelFiles) -> list[StoredBox] | None:

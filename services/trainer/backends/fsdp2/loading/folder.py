@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from millrace.checkpoints.source import checkpoint_folder
 from millrace.data import quantization
 from millrace.errors import InvalidJob
 from millrace.spec.model import Model
+from millrace.weights.unread import Unread, other_values
 from services.trainer.backends.fsdp2.adapted import BASE
 from services.trainer.backends.fsdp2.loading import boxes
 from services.trainer.backends.fsdp2.loading.buffers import computed_buffers
@@ -68,18 +71,20 @@ class ModelFolder:
         into host memory, and sends it tensor by tensor. Raises InvalidJob on every rank.
         """
         with collectives.fail_together():
-            filled = buffers is not None and self._fill_from_boxes(module)
+            filled = buffers is not None and self._fill_from_boxes(module, by_value=mesh.get_rank() == 0)
         if collectives.maxima({"unfilled": float(not filled)})["unfilled"]:
             self._fill_from_rank_zero(module, mesh)
         elif buffers is not None:
             for name, value in buffers.items():
                 module.get_buffer(name).copy_(value)
 
-    def _fill_from_boxes(self, module: PreTrainedModel) -> bool:
+    def _fill_from_boxes(self, module: PreTrainedModel, *, by_value: bool) -> bool:
         try:
             with ModelFiles(Path(self.model.path), self._weights) as files:
                 if (found := boxes.boxes(module, files)) is None:
                     return False
+                folder = Path(self.model.path)
+                boxes.check_whole_folder(module, files, folder, self._place, by_value=by_value)
                 boxes.fill(found, files)
         except (OSError, SafetensorError) as error:
             raise self._refusal(error) from error
@@ -91,6 +96,7 @@ class ModelFolder:
         with collectives.fail_together():
             if mesh.get_rank() == 0:
                 source = self.whole()
+                self._check_tied(module, source)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if is_adapter(name):
                 continue
@@ -103,6 +109,13 @@ class ModelFolder:
             if mesh.size() > 1:
                 dist.broadcast(whole, 0)
             tensor.copy_(whole)
+
+    def _check_tied(self, module: PreTrainedModel, source: Mapping[str, Tensor]) -> None:
+        """Raises InvalidJob where transformers kept a tensor of the folder that the module ties to another one."""
+        for name, tied_to in boxes.tied_names(module).items():
+            own, read = source.get(name), source.get(tied_to)
+            if own is not None and read is not None and not torch.equal(own, read):
+                raise other_values(self._place, name, tied_to)
 
     def whole(self) -> dict[str, Tensor]:
         """Parameters and buffers as transformers reads them, in host memory: in the dtype of the folder, or, where its
@@ -117,7 +130,15 @@ class ModelFolder:
         if absent := sorted(report["missing_keys"]):
             what = f"{self._place} lacks {len(absent)} of the model's tensors, the first {absent[0]}."
             raise InvalidJob(what, "give a folder whose safetensors, or whose checkpoint, hold the whole model.")
+        layers = getattr(self.config.get_text_config(), "num_hidden_layers", None)
+        unread = Unread.of(report["unexpected_keys"], (), tied={}, ignored=self._heads(loaded), layers=layers)
+        unread.check(self._place)
         return {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
+
+    def _heads(self, loaded: PreTrainedModel) -> list[str]:
+        """Patterns of the tensors of heads, where the model is built without one."""
+        prefix = loaded.base_model_prefix
+        return [] if hasattr(loaded, prefix) else [rf"^(?!{re.escape(prefix)}\.)"]
 
     def _refusal(self, error: Exception) -> InvalidJob:
         return InvalidJob(f"{self._place} cannot be loaded: {error}", FIX)

@@ -6,11 +6,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from millrace.megatron.architectures.shape import Names
+from millrace.megatron.architectures.shape import ModelShape, Names
 from millrace.megatron.placement import Placement
+from millrace.megatron.weights import unread
 from services.trainer.checkpoints.model_files import ModelFiles
+from services.trainer.checkpoints.unread import check_unread
 
 VALUE_HEAD = Names().value_head
+
+
+def check_whole_folder(folder: Path, shape: ModelShape, weights: Path | None, *, by_value: bool) -> None:
+    """Raises InvalidJob where the folder stores tensors with values of their own that the model does not take.
+    `by_value`: tied ones are compared with those that are read for them."""
+    field = "algorithm.critic.path" if shape.value_head else "model.path"
+    place = f"{field}: {folder}" if weights is None else f"model.weights: {weights}"
+    with ModelFiles(folder, weights) as files:
+        check_unread(unread(shape, files), files, folder, place, by_value=by_value)
 
 
 def read(

@@ -1,5 +1,7 @@
 """Model folders are read into shards: each rank reads its share of the bytes, and all values are transformers'."""
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from millrace.errors import InvalidJob
 from services.trainer.backends import build
+from services.trainer.backends.fsdp2 import model_check
 from services.trainer.backends.fsdp2.loading import boxes
 from services.trainer.backends.fsdp2.loading.buffers import computed_buffers
 from services.trainer.backends.fsdp2.loading.folder import ModelFolder
@@ -143,3 +146,81 @@ def test_a_folder_that_lacks_a_tensor_is_refused(one_rank: torch.device, untied_
     (tmp_path / "model" / "config.json").write_text((untied_model / "config.json").read_text())
     with pytest.raises(InvalidJob, match=f"lacks 1 of the model's tensors, the first {name}"):
         build(job_spec(tmp_path / "model"), one_rank)
+
+
+def with_tensors(model: Path, folder: Path, added: dict[str, torch.Tensor]) -> Path:
+    """The model's folder with more tensors."""
+    shutil.copytree(model, folder)
+    (file,) = folder.glob("*.safetensors")
+    save_file({**load_file(file), **added}, file, metadata={"format": "pt"})
+    return folder
+
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+def other_head(model: Path) -> dict[str, torch.Tensor]:
+    (file,) = model.glob("*.safetensors")
+    changed = load_file(file)[EMBEDDING].clone()
+    changed[-1, -1] += 1
+    return {HEAD: changed}
+
+
+LOST: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
+    rf"stores {HEAD} with other values than {EMBEDDING}, to which its config.json ties it": other_head,
+    r"stores v_head\.weight, for which the model of its config\.json has no place": lambda _: {
+        "v_head.weight": torch.ones(1, 64)
+    },
+    r"model\.layers\.0\.self_attn\.q_proj\.bias and 2 more, for which the model": lambda _: {
+        f"model.layers.0.self_attn.{name}.bias": torch.ones(8) for name in ("k_proj", "o_proj", "q_proj", "q_r", "q_s")
+    },
+}
+
+
+@pytest.mark.parametrize("by_transformers", [False, True])
+@pytest.mark.parametrize("told", LOST, ids=["head", "value head", "biases"])
+def test_a_stored_tensor_that_the_model_does_not_take_is_refused_by_name(
+    told: str, by_transformers: bool, one_rank: torch.device, tied_model: Path, tmp_path: Path
+) -> None:
+    folder = with_tensors(tied_model, tmp_path / "model", LOST[told](tied_model))
+    with pytest.MonkeyPatch.context() as patch:
+        if by_transformers:
+            patch.setattr(boxes, "boxes", lambda *_: None)
+        with pytest.raises(InvalidJob, match=rf"model\.path: .*{told}"):
+            build(job_spec(folder), one_rank)
+
+
+@pytest.mark.parametrize("by_transformers", [False, True])
+def test_what_models_ignore_or_may_repeat_is_no_mistake(
+    by_transformers: bool, one_rank: torch.device, tied_model: Path, tmp_path: Path
+) -> None:
+    (file,) = tied_model.glob("*.safetensors")
+    added = {
+        HEAD: load_file(file)[EMBEDDING].clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16),
+        "mtp.fc.weight": torch.ones(4, 4),
+        "model.layers.9.mlp.up_proj.weight": torch.ones(4, 4),
+    }
+    folder = with_tensors(tied_model, tmp_path / "model", added)
+    with pytest.MonkeyPatch.context() as patch:
+        if by_transformers:
+            patch.setattr(boxes, "boxes", lambda *_: None)
+        found = parameters_of(build(job_spec(folder, algorithm=PPO), one_rank))
+    same = parameters_of(build(job_spec(tied_model, algorithm=PPO), one_rank))
+    assert found.keys() == same.keys() and all(torch.equal(found[name], same[name]) for name in same)
+
+
+@pytest.mark.parametrize(
+    ("added", "told"),
+    [
+        ({"v_head.weight": torch.ones(1, 64)}, r"stores v_head\.weight, for which"),
+        ({HEAD: torch.ones(300, 64)}, rf"stores {HEAD} with other values than {EMBEDDING}"),
+    ],
+)
+def test_validation_tells_it_by_name_or_shape(
+    added: dict[str, torch.Tensor], told: str, tied_model: Path, tmp_path: Path
+) -> None:
+    model_check.check(job_spec(tied_model))
+    with pytest.raises(InvalidJob, match=told):
+        model_check.check(job_spec(with_tensors(tied_model, tmp_path / "model", added)))

@@ -1,0 +1,69 @@
+"""The tensors of a model folder that a reader does not take. What has values of its own may not be left out silently:
+the trained model would be another one than the folder's."""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from millrace.errors import InvalidJob
+
+LAYER = re.compile(r"(?:^|\.)(?:model|language_model)\.layers\.(\d+)\.")
+"""Finds the number of the language model's layer in the name of a tensor."""
+NOT_OF_A_MODEL = (r"rotary_emb\.inv_freq$", r"^[^.]+$")
+"""Patterns of what older folders store and every model computes from its config, and of a program's own entries in a
+checkpoint, such as its step."""
+TIED = "tie_word_embeddings"
+
+
+@dataclass(frozen=True)
+class Unread:
+    """The tensors that were not taken, sorted."""
+
+    copies: tuple[tuple[str, str], ...]
+    """Tensors that the config ties to another one, and that one: they may differ from it by their values only."""
+    lost: tuple[str, ...]
+    """Those that the model does not have: no training with this config keeps them."""
+    ahead: tuple[str, ...]
+    """Those of heads that predict several tokens at once. They are not trained, and left out of what is saved."""
+
+    @classmethod
+    def of(
+        cls,
+        stored: Iterable[str],
+        taken: Collection[str],
+        *,
+        tied: Mapping[str, str],
+        ignored: Collection[str],
+        layers: int | None,
+    ) -> "Unread":
+        """`stored` are the names in the folder and `taken` those that were read. `tied`: names that the config ties,
+        with the name that is read for them. `ignored`: patterns of names that the model may ignore. `layers`: number
+        of the language model's layers; None if that is unknown."""
+        patterns = [re.compile(each) for each in (*ignored, *NOT_OF_A_MODEL)]
+        left = sorted(name for name in set(stored) - set(taken) if not any(one.search(name) for one in patterns))
+        ahead = tuple(name for name in left if predicts_ahead(name, layers))
+        copies = tuple((name, tied[name]) for name in left if tied.get(name) in taken)
+        return cls(copies, tuple(sorted(set(left) - set(ahead) - {name for name, _ in copies})), ahead)
+
+    def check(self, place: str) -> None:
+        """Raises InvalidJob for tensors that would be lost. `place`: the field of the job that names the folder, with
+        its value."""
+        if self.lost:
+            more = f" and {len(self.lost) - 3} more" if len(self.lost) > 3 else ""
+            what = (
+                f"{place} stores {', '.join(self.lost[:3])}{more}, for which the model of its config.json has no place."
+            )
+            raise InvalidJob(what, "give the config.json of these weights, or a folder without them.")
+
+
+def other_values(place: str, name: str, source: str) -> InvalidJob:
+    """The error for a stored tensor that is not equal to the one to which the config ties it."""
+    what = f"{place} stores {name} with other values than {source}, to which its config.json ties it ({TIED})."
+    return InvalidJob(what, f"set {TIED} to false in its config.json to keep it, or remove it from the weights.")
+
+
+def predicts_ahead(name: str, layers: int | None) -> bool:
+    """Whether a tensor belongs to a head that predicts several tokens at once."""
+    layer = LAYER.search(name)
+    beyond = layer is not None and layers is not None and int(layer[1]) >= layers
+    return beyond or any(part.startswith("mtp") for part in name.split("."))
