@@ -96,6 +96,8 @@ class WarningCause(StrEnum):
     """Engine and trainer give tokens different log-probabilities."""
     RESPONSES_CUT = "responses_cut"
     """Nearly all responses are as long as they may be."""
+    REWARD_FAILURES = "reward_failures"
+    """The reward or the environment fails on a part of the prompts, which are dropped."""
 
 
 class WarningView(BaseModel):

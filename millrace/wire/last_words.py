@@ -25,7 +25,7 @@ def listen() -> None:
     """Called in a process of the service: where a signal ends it, its stack is left behind."""
     if (folder := _folder()) is not None:
         _open_stacks.append((folder / f"{os.getpid()}.stack").open("w"))
-        faulthandler.enable(_open_stacks[-1])
+        faulthandler.enable(_open_stacks[-1], all_threads=False)
 
 
 def joined(member_id: str) -> None:

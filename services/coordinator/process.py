@@ -90,14 +90,14 @@ class Coordinator:
         fleet = Fleet(store, self._settings.patience)
         await store.take_over()
         await fleet.load()
+        turn = Turn()
+        DeathWatch(store, fleet, turn, events)  # before the queue, whose bell has the job's loop look at the deaths
         trainer, queue = Trainer(fleet), Queue(store, fleet, events, prometheus)
         spans = SpanStore(store, prometheus, queue.place)
         publisher = Publisher(store, fleet, trainer, events, prometheus)
         services = servicers(FleetServicer(fleet, spans), WorkServicer(fleet, queue, store, prometheus))
         observe = grpc_observer(prometheus.registry)
         grpc = Server(services, self._settings.grpc_host, self._settings.grpc_port, LARGEST_GROUP_BYTES, observe)
-        turn = Turn()
-        DeathWatch(store, fleet, turn, events)
         components = Components(
             store=store,
             fleet=fleet,

@@ -663,7 +663,7 @@ export interface WaitingView {
 }
 
 /** What is likely wrong with the training of a job. */
-export type WarningCause = "equal_rewards" | "no_signal" | "logprob_mismatch" | "responses_cut";
+export type WarningCause = "equal_rewards" | "no_signal" | "logprob_mismatch" | "responses_cut" | "reward_failures";
 
 export interface WarningView {
   cause: WarningCause;

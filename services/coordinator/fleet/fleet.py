@@ -155,6 +155,7 @@ class Fleet:
         """The member is gone: told to, or because something in it `failed`."""
         if member := self._members.get(MemberId(member_id)):
             member.left = not failed
+            member.last_words = reason if failed else ""
             await self._remove(member, reason if failed else f"left: {reason}" if reason else "left")
 
     # Finding lost members.
@@ -260,10 +261,6 @@ class Fleet:
         await self._store.members.put_all({member.id: member.to_json() for member in members})
 
     # Reading, and calling members.
-
-    def known(self, member_id: MemberId) -> Member | None:
-        """The member with this id, if it is in the fleet."""
-        return self._members.get(member_id)
 
     def member(self, member_id: str) -> Member:
         """The member with this id. Raises NotFound."""

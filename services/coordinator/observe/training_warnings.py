@@ -71,6 +71,10 @@ DISAGREEMENT = (
     "Likely engine and trainer compute differently: another dtype, quantised weights, other attention kernels, or "
     "expert routing that is not replayed"
 )
+SOLVED = (
+    "Every answer earns the most that any has earned: the task is solved, and nothing more is learned. End the job, or "
+    "take harder prompts"
+)
 CHECKS = (
     Check(
         cause=WarningCause.EQUAL_REWARDS,
@@ -138,8 +142,17 @@ def found(rows: Sequence[Values], spec: JobSpec) -> list[tuple[TrainingWarning, 
         told = TrainingWarning(
             cause=check.cause, metric=check.metric, value=value, limit=check.limit, steps=check.steps
         )
-        due.append((told, f"{check.text.format(value)} for {check.steps} steps. {check.advice}."))
+        solved = check.cause is WarningCause.EQUAL_REWARDS and _is_solved(rows)
+        advice = SOLVED if solved else check.advice
+        due.append((told, f"{check.text.format(value)} for {check.steps} steps. {advice}."))
     return due
+
+
+def _is_solved(rows: Sequence[Values]) -> bool:
+    """Whether every answer now earns the most that any answer of these steps earned, and some earned less before."""
+    rewards = [(row[f"{SCORE}/min"], row[f"{SCORE}/max"]) for row in rows if f"{SCORE}/max" in row]
+    now = rewards[-1][1]
+    return now >= max(high for _, high in rewards) and min(low for low, _ in rewards) < now - TOLERANCE
 
 
 def lasting(values: Values, spec: JobSpec) -> set[WarningCause]:

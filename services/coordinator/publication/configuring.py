@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from millrace import events
 from millrace.contracts.methods import RolloutRpc, ScoringRpc
 from millrace.contracts.v1 import rollout_pb2
-from millrace.errors import InvalidJob, MillraceError, Mistake
+from millrace.errors import InvalidJob, MillraceError, Mistake, Unavailable
 from millrace.spec.pool import ROLLOUT
 from millrace.telemetry.spans.context import TraceContext, within
 from millrace.wire.enums import missing_of
@@ -127,7 +127,8 @@ class Configuring:
             member.unconfigured = failed
             await self._fleet.cut(member, "it could not be configured")
             if not member.gone.is_set():  # otherwise it is charged as a death
-                await self._deaths.say(member.id, str(error))
+                keep = self._deaths.guess if isinstance(error, Unavailable) else self._deaths.say
+                await keep(member.id, str(error))
                 await self._deaths.charge(member.place, f"{member.id} {member.failures}")
             message = f"{member.id} could not be configured for {job.id}: {error}"
         told = events.MemberFailed(member=member.id, refused=refused, pool=self._pool)

@@ -14,6 +14,7 @@ from services.coordinator.stages.issue import issue
 from services.coordinator.stages.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.spans import traced
 from services.coordinator.state.bell import waited
+from services.coordinator.state.failures import Failures
 from services.coordinator.state.group import GroupSummary
 
 GATHER_S = 0.01
@@ -59,6 +60,7 @@ async def admit(run: Run) -> Batch:
         ring = run.components.queue.answered.next()
         await run.heed()
         await _look(run, gathered)
+        await _check_failures(run)
         if len(gathered.admitted) >= wanted:
             groups = sorted(gathered.admitted.values(), key=lambda summary: min(summary.oldest))[:wanted]
             return Batch(run.job.step + 1, groups, time.monotonic() - started)
@@ -89,6 +91,15 @@ async def _look(run: Run, gathered: Gathered) -> None:
         gathered.without_signal += await run.prompts.drop(equal, run.job.step + 1, reason)
         message = f"{len(equal)} groups dropped, as all rewards in each are equal"
         await run.tell(events.GroupDropped(reason=reason, prompts=equal[:50]), message)
+
+
+async def _check_failures(run: Run) -> None:
+    """Raises InvalidState where the reward or the environment failed on too many prompts."""
+    limit, failures = run.spec.reward.max_failed_fraction, Failures.of(await run.prompts.view())
+    if failures.exceed(limit, run.spec.schedule.prompts_per_step):
+        what = f"reward or environment failed on {failures}, more than reward.max_failed_fraction: {limit:g}."
+        fix = f"correct it, or raise reward.max_failed_fraction; `millrace show {run.job.id} --samples 4` has answers."
+        raise InvalidState(f"{what} The last one: {await run.prompts.last_failure()}", fix)
 
 
 async def _check(run: Run, gathered: Gathered) -> None:

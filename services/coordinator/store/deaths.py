@@ -29,6 +29,16 @@ class DeathRecords:
         """Keeps what a member said that died."""
         await self._redis.do("HSET", f"{self._job}:last_words", "member", member, "words", words)
 
+    async def guess(self, member: MemberId, why: str) -> None:
+        """Notes who died last, before its words are known. `why`, as others saw its end, stands for them where no dead
+        member has said anything yet."""
+        key = f"{self._job}:last_words"
+        await self._redis.together(("HSET", key, "member", member), ("HSETNX", key, "words", why))
+
+    async def last(self) -> str:
+        """Id of the member that died last; empty where there is none."""
+        return text(await self._redis.do("HGET", f"{self._job}:last_words", "member"))
+
     async def words(self) -> str:
         """What the last of the dead said; empty where that is not known."""
         return text(await self._redis.do("HGET", f"{self._job}:last_words", "words"))

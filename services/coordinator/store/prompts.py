@@ -206,6 +206,10 @@ class Prompts:
         in_a_row, reason, detail = await self._redis.do("HMGET", f"{self._base}:notes", *names)
         return Refusals(int(in_a_row or 0), None if reason is None else Drop(DropReason(text(reason)), text(detail)))
 
+    async def last_failure(self) -> str:
+        """What the reward or the environment failed with last; empty where it did not."""
+        return text(await self._redis.do("HGET", f"{self._base}:notes", "last_failure"))
+
     async def generated(self, after: int = 0) -> tuple[list[PromptId], int]:
         """Prompts whose groups wait to be trained, of those that were completed after the first `after`, in the order
         of completion; and `after` for the next call."""

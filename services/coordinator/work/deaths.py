@@ -1,10 +1,8 @@
 """Charges the deaths of members to the job whose work they held. What follows from that is in
 `services/coordinator/state/deaths.py`."""
 
-from collections import deque
-
 from millrace import events
-from millrace.ids import JobId, MemberId
+from millrace.ids import MemberId
 from millrace.rest import MemberKind
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.observe.events import Events
@@ -14,8 +12,6 @@ from services.coordinator.state.member import Member
 from services.coordinator.state.waiting import Turn
 from services.coordinator.store import Store
 
-REMEMBERED = 1000
-"""Dead members whose last words are still waited for."""
 TOLD = 500
 """Characters of the last words in an event's message."""
 
@@ -27,8 +23,6 @@ class DeathWatch:
         self._store = store
         self._turn = turn
         self._events = events
-        self._fleet = fleet
-        self._charged: deque[tuple[JobId, MemberId]] = deque(maxlen=REMEMBERED)
         fleet.on_gone(self.gone)
         fleet.on_last_words(self.said)
 
@@ -37,10 +31,11 @@ class DeathWatch:
         job = self._turn.job
         if job is None or not member.died or not _works_for(job, member):
             return
-        self._charged.append((job.id, member.id))
         deaths = self._store.deaths(job.id)
-        if not member.last_words:  # they are kept already
-            await deaths.say(member.id, why)
+        if member.last_words:
+            await deaths.say(member.id, member.last_words)
+        else:
+            await deaths.guess(member.id, why)
         number, counted = None, ""
         if member.kind is MemberKind.ROLLOUT:
             number = await deaths.charge(member.place, member.id)
@@ -49,14 +44,9 @@ class DeathWatch:
         await self._events.add(job.id, events.MemberDied(member=member.id, deaths=number), message)
 
     async def said(self, member_id: MemberId, words: str) -> None:
-        """Keeps the last words of a member that worked for the job whose turn it is."""
+        """Keeps the last words of a member that the job whose turn it is was charged with before they were known."""
         job = self._turn.job
-        if job is None:
-            return
-        known = self._fleet.known(member_id)
-        if known is not None and _works_for(job, known):
-            await self._store.deaths(job.id).say(member_id, words)  # it is told in a moment that it is gone
-        elif (job.id, member_id) in self._charged:
+        if job is not None and await self._store.deaths(job.id).last() == member_id:
             await self._store.deaths(job.id).say(member_id, words)
             told = events.MemberDied(member=member_id, deaths=None)
             await self._events.add(job.id, told, f"the last words of {member_id}: {words[:TOLD]}")

@@ -242,7 +242,8 @@ class Queue:
         group.member_id = group.member_id or member_id
         if drop := fault(group, terms.wanted(purpose)):
             await self.refuse(member_id, job_id, lease, drop)
-            await self._store.records(job_id).add_samples(samples_of(group, await self._next_step(job_id))[:1])
+            shown = sorted(samples_of(group, await self._next_step(job_id)), key=lambda each: not each.reward_failure)
+            await self._store.records(job_id).add_samples(shown[:1])
             return
         summary = replace(GroupSummary.of(group, terms.reward_parts), completed_s=time.time())
         new = await self._prompts(job_id, purpose).complete(lease, group.SerializeToString(), summary)

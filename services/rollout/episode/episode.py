@@ -172,11 +172,13 @@ class Episode:
         return replace(self, trajectories=tuple(bare))
 
     def messages(self, scored: Scored | None = None) -> list[common_pb2.Trajectory]:
-        """The trajectories as messages, the last of them with the score and the account."""
+        """The trajectories as messages, the last of them with the score, or why there is none, and the account."""
         messages = [trajectory.message() for trajectory in self.trajectories]
         if self.account is not None:
             messages[-1].account.CopyFrom(self.account)
-        if scored is not None and scored.score is not None:
+        if scored is not None and scored.failure is not None:
+            messages[-1].reward_failure = scored.failure
+        elif scored is not None and scored.score is not None:
             messages[-1].reward = scored.score
             messages[-1].reward_details = json.dumps(scored.details) if scored.details else ""
         return messages

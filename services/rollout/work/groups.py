@@ -111,6 +111,8 @@ class GroupGenerator:
         for trajectory, token_scores in zip(group.trajectories, of_teacher, strict=False):
             trajectory.teacher.CopyFrom(token_scores)
         if greedy:
+            if (failure := scores[count].failure) is not None:
+                return Drop(DropReason.REWARD_FAILED, failure)
             group.greedy_reward = scores[count].score or 0.0
         group.cancelled_episodes, group.failed_episodes = ended.cancelled, ended.failed
         group.generate_s, group.score_s = generated - arrived, time.monotonic() - generated
@@ -154,8 +156,8 @@ class GroupGenerator:
         answers = [Answer(episode.answer, episode.conversation(prompt.text)) for episode in unscored]
         found = iter(await self.job.reward.score_group(prompt.row, answers))
         scores = [next(found) if episode.scored is None else episode.scored for episode in episodes]
-        if failure := next((score.failure for score in scores if score.failure is not None), None):
-            return Drop(DropReason.REWARD_FAILED, failure)
+        if any(score.failure is not None for score in scores):
+            return scores  # the coordinator drops the group, and keeps the answer that could not be scored
         parts = self.job.spec.reward.parts if purpose == common_pb2.PURPOSE_TRAIN else []
         try:
             for score in scores:

@@ -273,6 +273,25 @@ async def test_a_failed_reward_costs_its_group_only(cluster: Cluster, spec: dict
     assert all(count == 1 for count in trainer.every.values())
     samples = cluster.coordinator.client.samples(job.id, limit=1000)
     assert any(s.reward is None and s.reward_failure == "raised ValueError: no" for s in samples)
+    (warning,) = [each for each in job.warnings if each.cause is WarningCause.REWARD_FAILURES]
+    assert warning.message.startswith("reward or environment failed on ") and "ValueError: no" in warning.message
+
+
+@scenario
+async def test_a_reward_that_fails_on_too_many_prompts_fails_the_job(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """Every other one, with equal rewards on the rest: neither the task nor the reward's answers are blamed."""
+
+    def reward(lease: Any, version: int, chance: Any) -> float | None:
+        return None if int(json.loads(lease.ground_truth)) % 2 else 1.0
+
+    await cluster.trainer()
+    await cluster.replica(reward=reward)
+    spec["schedule"] |= {"steps": 12}
+    spec["reward"]["max_failed_fraction"] = 0.3
+    job = await cluster.ended(await cluster.submit(spec))
+    assert job.state is JobState.FAILED
+    assert "more than reward.max_failed_fraction: 0.3. The last one: " in str(job.failure)
+    assert {warning.cause for warning in job.warnings} == {WarningCause.REWARD_FAILURES}
 
 
 @scenario

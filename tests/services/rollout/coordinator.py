@@ -20,7 +20,7 @@ from millrace.contracts.v1 import (
     work_pb2,
     work_pb2_grpc,
 )
-from millrace.drops import Drop
+from millrace.drops import Drop, DropReason
 from millrace.errors import Fenced, InvalidState, NotFound
 from millrace.spec import JobSpec
 from millrace.telemetry.spans.context import TraceContext
@@ -162,7 +162,10 @@ class Coordinator(fleet_pb2_grpc.FleetServicer, work_pb2_grpc.WorkServicer):
         if lease is None or lease.ref.fence != request.ref.fence:
             raise Fenced(f"lease {request.ref.lease_id} is somebody else's.")
         if request.WhichOneof("answer") == "group":
-            self.groups[lease.prompt_id] = request.group
+            if failure := next((one.reward_failure for one in request.group.trajectories if one.reward_failure), ""):
+                self.dropped[lease.prompt_id] = Drop(DropReason.REWARD_FAILED, failure)  # as the coordinator does
+            else:
+                self.groups[lease.prompt_id] = request.group
         else:
             self.dropped[lease.prompt_id] = drop_of(request.drop)
         return work_pb2.CompleteResponse()

@@ -91,6 +91,9 @@ local function refuse(base, prompt, step, reason, detail)
   settle(base, prompt, step, reason)
   redis.call('HINCRBY', base .. ':notes', 'refused_in_a_row', 1)
   redis.call('HSET', base .. ':notes', 'last_refusal_reason', reason, 'last_refusal_detail', detail)
+  if reason == 'reward_failed' or reason == 'environment_failed' then
+    redis.call('HSET', base .. ':notes', 'last_failure', detail)
+  end
 end
 
 -- Reads the drafts at the end of ARGV, from index `i` on. Each is: prompt, DropReason ('' if it is not dropped), detail,
