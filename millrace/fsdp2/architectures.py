@@ -36,7 +36,7 @@ BY_REASON: Mapping[str, str] = {
     "the state of its recurrent, linear or convolutional layers would run from one packed sequence into the next": """
     bamba falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax
     nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm
-    zamba2 zaya""",
+    zamba zamba2 zaya""",
     "its layers choose which tokens to attend to, and packed attention would attend to all": """
     axk2 deepseek_v32 deepseek_v4 doge glm_moe_dsa hy_v4 minimax_m3_vl_text""",
     "its attention has sinks, which packed attention leaves out": """
@@ -48,12 +48,12 @@ BY_REASON: Mapping[str, str] = {
     "its attention or its positions do not take packed sequences": """
     bart bert bert-generation big_bird bigbird_pegasus biogpt blenderbot blenderbot-small bloom camembert codegen cpmant
     data2vec-text electra ernie falcon git gpt_neo gpt_neox_japanese gptj marian mbart megatron-bert mpt mvp openai-gpt
-    pegasus rembert roberta roberta-prelayernorm roc_bert roformer trocr xglm xlm xlm-roberta xlm-roberta-xl xlnet
-    xmod""",
+    pegasus plbart prophetnet rembert roberta roberta-prelayernorm roc_bert roformer trocr xglm xlm xlm-roberta
+    xlm-roberta-xl xlnet xmod""",
 }
 _UNTRIED = """
     blt cohere_compass_text dbrx gemma3n gemma4_assistant gemma4_unified_assistant musicgen musicgen_melody
-    plbart prophetnet qwen4_exp qwen4_exp_text reformer zamba"""
+    qwen4_exp qwen4_exp_text reformer"""
 UNTRIED = frozenset(_UNTRIED.split())
 """Those whose config class has no defaults of which a small model can be made; a job's own config is tried."""
 REFUSED: Mapping[str, str] = {name: reason for reason, names in BY_REASON.items() for name in names.split()}
