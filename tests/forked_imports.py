@@ -11,8 +11,11 @@ import transformers.models.qwen2.modeling_qwen2
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
 import services.coordinator.__main__
+import services.coordinator.process
 import services.rollout.__main__
+import services.rollout.process
 import services.trainer.__main__
-import services.trainer.backends.fsdp2  # noqa: F401
+import services.trainer.backends.fsdp2
+import services.trainer.rank  # noqa: F401
 
 torch.set_num_threads(1)

@@ -50,6 +50,7 @@ ORDER = {
     "services.rollout": """
         launch
         __main__
+        process
         server
         replica trial
         work
@@ -64,6 +65,7 @@ ORDER = {
     "services.trainer": """
         launch
         __main__
+        rank
         service
         backends publication step
         checkpoints memory

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,10 +14,12 @@ from millrace.telemetry.spans import export
 from millrace.version import VersionOption
 from millrace.wire.address import InsecureOption, require_token
 from services.coordinator.fleet.patience import Patience
-from services.coordinator.jobs.expiry import KEPT_JOBS
-from services.coordinator.process import Coordinator, Settings
+
+if TYPE_CHECKING:
+    from services.coordinator.process import Settings
 
 app = typer.Typer(pretty_exceptions_enable=False)
+KEPT_JOBS = 1000
 
 
 @app.command()
@@ -56,6 +58,8 @@ def main(
     version: VersionOption = False,
 ) -> None:
     """Starts the coordinator. SIGTERM and SIGINT stop it; jobs continue when it is started again."""
+    from services.coordinator.process import Settings  # what it imports takes a second
+
     settings = Settings(
         http_host,
         http_port,
@@ -78,7 +82,9 @@ def main(
         raise typer.Exit(1) from None
 
 
-async def _until_signalled(settings: Settings) -> None:
+async def _until_signalled(settings: "Settings") -> None:
+    from services.coordinator.process import Coordinator
+
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

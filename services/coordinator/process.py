@@ -20,7 +20,7 @@ from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.patience import Patience
 from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.jobs.control import Control
-from services.coordinator.jobs.expiry import KEPT_JOBS, expire_jobs
+from services.coordinator.jobs.expiry import expire_jobs
 from services.coordinator.jobs.runner import Runner
 from services.coordinator.jobs.waiting import JobViews, WaitingEvents
 from services.coordinator.observe.events import Events
@@ -52,7 +52,7 @@ class Settings:
     redis_url: str
     """Empty: the embedded Redis, in the state folder."""
     patience: Patience
-    keep_jobs: int = KEPT_JOBS
+    keep_jobs: int
     """Jobs that have ended and are kept."""
 
 

@@ -1,71 +1,17 @@
 """Starts a rollout replica: `python -m services.rollout --coordinator host:7600 --engine vllm --port 0`."""
 
-import asyncio
-import os
-import sys
-from dataclasses import dataclass
-from typing import Annotated, NoReturn
+from typing import Annotated
 
-import structlog
 import typer
 
 from millrace.engines import ENGINE_NAMES
-from millrace.errors import MillraceError
-from millrace.garbage import collect_rarely
-from millrace.ids import MemberId, new_member_id
-from millrace.local.sockets import remove_sockets, short_sockets
 from millrace.spec.pool import ROLLOUT
-from millrace.telemetry import logs
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsPortOption
-from millrace.telemetry.spans import export
 from millrace.version import VersionOption
-from millrace.wire.address import (
-    CoordinatorOption,
-    HostOption,
-    InsecureOption,
-    advertise,
-    bind_address,
-    host_address,
-    require_token,
-)
-from millrace.wire.channel import Peer
-from services.rollout.engines import probe
-from services.rollout.engines.lifeline import kill_descendants
-from services.rollout.member.process import Ending, MemberProcess, Reached, signals, watch
-from services.rollout.nodes.follower import follow
-from services.rollout.nodes.leader import Leader, meet
-from services.rollout.nodes.leader import servicers as nodes_servicers
-from services.rollout.nodes.place import (
-    NODE_LOST_S,
-    LeaderOption,
-    NodeLostOption,
-    NodeRankOption,
-    NodesOption,
-    Place,
-    set_network_environment,
-)
-from services.rollout.pools.replica import PoolReplica
-from services.rollout.pools.service import check_pool_option
-from services.rollout.pools.service import serve as serve_pool
-from services.rollout.replica import Replica
-from services.rollout.server import servicers
-from services.rollout.sessions.server import SessionServer
-from services.rollout.work.leases import Leases
+from millrace.wire.address import CoordinatorOption, HostOption, InsecureOption, advertise
+from services.rollout.nodes.place import NODE_LOST_S, LeaderOption, NodeLostOption, NodeRankOption, NodesOption
 
-log = structlog.get_logger(__name__)
 app = typer.Typer(pretty_exceptions_enable=False)
-
-
-@dataclass(frozen=True)
-class Options:
-    reached: Reached
-    engine: str
-    engine_release: str
-    stall_s: float
-    place: Place | None
-    """Which node of the replica this process is; None for a replica on one host."""
-    node_lost_s: float
-    pool: str
 
 
 @app.command()
@@ -110,87 +56,26 @@ def main(
 ) -> None:
     """Serves one engine to the fleet until it is told to stop. A second signal ends it without waiting for leases."""
     advertise(host)
-    member_id = new_member_id(pool)
-    try:
-        logs.configure("rollout", member_id)
-        export.configure("rollout", member_id)
-        check_pool_option(pool, engine, nodes)
-        require_token(bind_address(host_address()), insecure=insecure)
-        found = probe(engine)
-        if not found.ok:
-            raise MillraceError(f"engine {engine} cannot run here: {found.why}")
-        if (place := Place.of(engine, nodes, node_rank, leader)) is not None:
-            set_network_environment()
-        port = place.own_port(port) if place is not None else port
-        short_sockets()
-        reached = Reached(coordinator, host_address(), port, metrics_port, sessions_port, patience_s, drain_s)
-        options = Options(reached, engine, found.release, stall_s, place, node_lost_s, pool)
-    except MillraceError as error:
-        print(f"rollout: {error}", file=sys.stderr)
-        _end(1)
-    asyncio.run(_process(member_id, options))
+    from services.rollout.process import Given, start  # what it imports takes seconds
 
-
-async def _process(member_id: MemberId, options: Options) -> NoReturn:
-    """Serves, and ends the process from inside the event loop: asyncio.run would wait for all of its threads, even for
-    one that never returns."""
-    collect_rarely()
-    status = 1
-    try:
-        place = options.place
-        if place is not None and place.rank > 0:
-            engine, reached = (options.engine, options.engine_release), options.reached
-            status = await follow(place, engine, signals(), reached.patience_s, reached.drain_s)
-        elif options.pool != ROLLOUT:
-            replica = PoolReplica(member_id, options.pool, options.engine, options.engine_release)
-            status = await serve_pool(replica, options.reached)
-        else:
-            status = await _serve(member_id, options)
-    except MillraceError as error:
-        print(f"rollout: {error}", file=sys.stderr)
-    except Exception as error:
-        log.error("the replica failed", exc_info=error)
-    finally:
-        _end(status)
-
-
-def _end(status: int) -> NoReturn:
-    try:
-        kill_descendants()
-        remove_sockets()
-        export.flush()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        # Threads and destructors of engine libraries could block or crash a normal exit.
-        os._exit(status)
-
-
-async def _serve(member_id: MemberId, options: Options) -> int:
-    """Returns the exit status. Raises MillraceError if the coordinator refuses the replica."""
-    reached, software = options.reached, (options.engine, options.engine_release)
-    nodes = None if options.place is None else Leader(member_id, options.place, *software, options.node_lost_s)
-    coordinator = Peer(reached.coordinator)
-    replica = Replica(member_id, *software, Leases(coordinator, member_id), nodes)
-    services = {**servicers(replica), **(nodes_servicers(nodes) if nodes is not None else {})}
-    http = SessionServer(replica.sessions, reached.bind, reached.sessions_port, reached.host)
-    process = MemberProcess(replica, reached, coordinator, services, replica.metrics, http)
-    replica.leases.on_forgotten, replica.leases.on_death = process.membership.forgotten, replica.died_of
-    stops, ending = signals(), Ending.DIED
-    await process.start()
-    watching = None if nodes is None else asyncio.create_task(nodes.watch())
-    try:
-        if nodes is None or await meet(nodes, replica, stops, reached.patience_s):
-            stalled = watch(replica, options.stall_s, replica.died_of)
-            ending = await process.live(stops, needed=[replica.leases.run()], beside=[stalled])
-        else:
-            ending = Ending.STOPPED
-    finally:
-        if nodes is not None and watching is not None:
-            watching.cancel()
-            why = replica.failure or "it was told to stop"
-            await nodes.end(why, for_good=ending is Ending.STOPPED and not replica.died.is_set())
-    return await process.stop()
+    start(
+        Given(
+            coordinator=coordinator,
+            engine=engine,
+            port=port,
+            patience_s=patience_s,
+            drain_s=drain_s,
+            stall_s=stall_s,
+            pool=pool,
+            nodes=nodes,
+            node_rank=node_rank,
+            leader=leader,
+            node_lost_s=node_lost_s,
+            metrics_port=metrics_port,
+            sessions_port=sessions_port,
+            insecure=insecure,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from millrace.wire.address import HostOption, InsecureOption, advertise, bind_ad
 from services.rollout.engines import probe
 from services.rollout.nodes.place import LeaderOption, NodeRankOption, NodesOption, Place
 
-PRELOADED = ["services.rollout.__main__"]
+PRELOADED = ["services.rollout.__main__", "services.rollout.process"]
 """What is imported before a replica is forked, after what its engine's descriptor names. None of it starts a thread or
 CUDA."""
 RESTARTS = Restarts(limit=3, window_s=600.0, first_wait_s=0.1, longest_wait_s=1.0)

@@ -36,7 +36,7 @@ from millrace.wire.address import (
 from services.trainer.options import SILENT_S, SilentOption
 
 PRELOADED = [
-    "services.trainer.__main__",  # first: it sets what torch reads when it is loaded
+    "services.trainer.rank",  # first: it sets what torch reads when it is loaded
     "services.trainer.backends.fsdp2.backend",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
@@ -73,7 +73,7 @@ def threads(ranks: int) -> dict[str, str]:
 def _rank(environment: Mapping[str, str], coordinator: str, port: int, silent_s: float, metrics_port: int) -> None:
     """One rank, in its own process."""
     os.environ.update(environment)
-    from services.trainer.__main__ import serve
+    from services.trainer.rank import serve
 
     last_words.listen()
     sys.exit(serve(coordinator, port, silent_s, metrics_port))

@@ -8,8 +8,6 @@ from services.coordinator.store import Store, StoreDown
 
 log = structlog.get_logger(__name__)
 EVERY_S = 60.0
-KEPT_JOBS = 1000
-"""Jobs that have ended and are kept unless told otherwise."""
 
 
 async def expire_jobs(store: Store, keep: int) -> None:

@@ -235,7 +235,9 @@ class Leases:
 
     async def _work(self, lease: work_pb2.Lease, generator: GroupGenerator, slots: Slots) -> None:
         if self._generator is not generator or lease.ref.job_id != generator.job.id:
-            await self._return(lease, "the replica takes no more work for this job")
+            # Every change of job leaves some leases that were granted just before it.
+            log.info("lease returned", prompt=lease.prompt_id, reason="the replica takes no more work for this job")
+            await self._return(lease)
             return
         root = TraceContext.parse(lease.traceparent, job_id=lease.ref.job_id, group=lease.prompt_id)
         with RECORDER.span(SpanKind.LEASE, parent=root) as holding:
@@ -246,7 +248,8 @@ class Leases:
                 self.on_death(error)
                 return
             except MillraceError as error:
-                await self._return(lease, str(error))
+                log.warning("lease returned", prompt=lease.prompt_id, reason=str(error))
+                await self._return(lease)
                 return
             await self._answer(lease, answer)
 
@@ -267,8 +270,7 @@ class Leases:
         except MillraceError as error:
             log.error("answer lost; the lease expires and the prompt is issued again", error=str(error))
 
-    async def _return(self, lease: work_pb2.Lease, reason: str) -> None:
-        log.warning("lease returned", prompt=lease.prompt_id, reason=reason)
+    async def _return(self, lease: work_pb2.Lease) -> None:
         request = work_pb2.ReleaseRequest(member_id=self._member_id, leases=[lease.ref])
         try:
             await self.coordinator.call(WorkRpc.Release, request, attempts=3)

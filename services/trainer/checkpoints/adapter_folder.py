@@ -8,10 +8,10 @@ from typing import Any, Self
 
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from millrace.hub import HubName
+from services.trainer.checkpoints.huggingface import save_tensors
 from services.trainer.protocol.adapter import Adapter
 
 
@@ -40,7 +40,7 @@ class GatheredAdapter:
         """From any thread. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            save_file(dict(self.tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            save_tensors(dict(self.tensors), folder / "adapter_model.safetensors")
         except SafetensorError as error:
             raise OSError(f"{folder}: {error}") from error
         self.config.save_pretrained(folder)

@@ -91,7 +91,7 @@ class SafetensorsWriter:
         self._total += size
 
     def _write(self) -> None:
-        save_file(self._open, self._folder / f"part-{len(self.names)}", metadata={"format": "pt"})
+        save_tensors(self._open, self._folder / f"part-{len(self.names)}")
         self.names.append(list(self._open))
         self._open, self._held = {}, 0
 
@@ -108,6 +108,15 @@ class SafetensorsWriter:
         if count > 1:
             index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
             (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Writes a safetensors file with the permissions that any new file gets here. The library gives 0600 to its own.
+    Raises OSError, SafetensorError."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def untrained(model: Path, given: Collection[str], weights: Path | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -108,14 +108,14 @@ def test_what_cannot_work_is_told_and_ends_it() -> None:
 
 WITH_A_STUCK_THREAD = """
 import asyncio, threading
-from services.rollout import __main__ as replica
+from services.rollout import __main__, process as replica
 
 async def serve(member_id, options):
     asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
     {ending}
 
 replica._serve = serve
-replica.app(["--coordinator", "127.0.0.1:1", "--engine", "transformers", "--host", "127.0.0.1"])
+__main__.app(["--coordinator", "127.0.0.1:1", "--engine", "transformers", "--host", "127.0.0.1"])
 """
 
 

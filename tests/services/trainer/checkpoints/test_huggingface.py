@@ -1,6 +1,8 @@
 """Tensors that an export copies from the model folder."""
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from services.trainer.checkpoints.huggingface import untrained
+from services.trainer.checkpoints.huggingface import save_tensors, untrained
 
 TRAINED = {"model.embed_tokens.weight", "model.layers.0.mlp.weight", "model.layers.1.mlp.weight"}
 VISION = {"visual.blocks.5.weight", "vision_model.layers.5.weight"}
@@ -31,6 +33,15 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         weight_map |= dict.fromkeys(part, file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return tmp_path
+
+
+def test_a_written_file_has_the_permissions_of_a_new_file(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save_tensors({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "model.safetensors").stat().st_mode) == 0o640
 
 
 @pytest.mark.parametrize("head", ["lm_head.weight", "score.weight", None])
