@@ -73,8 +73,9 @@ def located(index: CheckpointIndex, shape: ModelShape) -> dict[str, Located]:
 
 def _check_unread(index: CheckpointIndex, prefix: str, taken: Set[str]) -> None:
     """Raises InvalidJob where the checkpoint has tensors of the decoder that the model of the config does not take."""
-    ours = tuple(prefix + start for start in MODEL)
-    left = sorted(key for key in index.tensors if key.startswith(ours) and key not in taken and EXTRA not in key)
+    ours, twice = tuple(prefix + start for start in MODEL), (*SAME, *SAME.values())  # a norm may have both its names
+    unread = (key for key in index.tensors if key.startswith(ours) and key not in taken and EXTRA not in key)
+    left = sorted(key for key in unread if not key.endswith(twice))
     if left:
         reason = f"stores {', '.join(left[:3])}, for which the model of the config has no place"
         raise refused(index.field, str(index.folder), reason, "give the config.json of the model in this checkpoint.")
