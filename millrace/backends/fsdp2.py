@@ -61,7 +61,7 @@ DESCRIPTOR = BackendDescriptor(
         title="FSDP2",
         distributions=("torch",),
         imports=("torch.distributed.fsdp", "transformers", "safetensors"),
-        extras=("trainer",),
+        extras=("trainer", "gpu-fsdp2"),
         also_shown=("transformers",),
         tested={"torch": TESTED_TORCH, "transformers": TESTED_TRANSFORMERS},
     ),

@@ -36,7 +36,8 @@ class Experts(StrictModel):
     """Mixture-of-experts layers."""
 
     dispatcher: Literal["auto", "alltoall", "deepep"] = "auto"
-    """auto: DeepEP where it is installed and works with this GPU, else alltoall."""
+    """auto: DeepEP where it is installed, works with this GPU and expert_parallel stays within a host, else
+    alltoall."""
     load_balancing: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
     """An auxiliary loss pulls the router away from what the reward asks for, so it is off unless asked for."""
     aux_loss_coefficient: float = Field(0.0, ge=0.0, le=LARGEST_WEIGHT)

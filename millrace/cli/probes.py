@@ -20,6 +20,7 @@ import psutil
 from millrace.backends import BACKENDS
 from millrace.engines import ENGINES
 from millrace.errors import Unavailable
+from millrace.extras import how_to_install
 from millrace.local.devices import visible_devices
 from millrace.megatron.deepep import TESTED as TESTED_DEEPEP
 from millrace.sandbox import probe as sandbox_probe
@@ -100,7 +101,7 @@ def examine() -> list[Finding]:
     """All findings, in the order in which they are shown. Takes as long as the slowest import."""
     probes: list[Callable[[], Finding]] = [python, machine, devices]
     probes += [functools.partial(usable, needed) for needed in SOFTWARE]
-    probes += [deepep, sandbox, programs, redis_server, docker, compose]
+    probes += [cupy, deepep, sandbox, programs, redis_server, docker, compose]
     with ThreadPoolExecutor(max_workers=max(2, (os.cpu_count() or 2) // 2)) as pool:
         return list(pool.map(lambda probe: probe(), probes))
 
@@ -153,6 +154,21 @@ def usable(needed: Needed) -> Finding:
     untested = [package for package, release in releases.items() if not software.was_tested(package, release)]
     tested = "; ".join(f"{package} was tested with {', '.join(software.tested[package])}" for package in untested)
     return Finding(needed.name, needed.need, Verdict.WARNING if untested else Verdict.GOOD, found, tested)
+
+
+def cupy() -> Finding:
+    """Whether publications between GPUs can use NCCL: it is loaded in a separate process."""
+    if not visible_devices():
+        return Finding("cupy", Need.MACHINE, Verdict.GOOD, "not needed without a GPU")
+    install = how_to_install("gpu-fsdp2", "gpu-megatron", "gpu-vllm", "gpu-sglang", "gpu-transformers")
+    if importlib.util.find_spec("cupy") is None:
+        missing = "CuPy is not installed: no weights can be published between GPUs"
+        return Finding("cupy", Need.MACHINE, Verdict.MISSING, missing, install)
+    if failure := _import_failure(("cupy", "cupy_backends.cuda.libs.nccl")):
+        return Finding("cupy", Need.MACHINE, Verdict.BROKEN, failure, f"install it again: {install}")
+    return Finding(
+        "cupy", Need.MACHINE, Verdict.GOOD, f"cupy-cuda13x {installed_release('cupy-cuda13x') or 'is another build'}"
+    )
 
 
 def deepep() -> Finding:

@@ -9,7 +9,7 @@ DESCRIPTOR = EngineDescriptor(
         title="transformers with torch",
         distributions=("transformers",),
         imports=("transformers", "torch", "jinja2"),
-        extras=("transformers",),
+        extras=("transformers", "gpu-transformers"),
         also_shown=("torch",),
         tested={"transformers": TESTED_TRANSFORMERS, "torch": TESTED_TORCH},
     ),

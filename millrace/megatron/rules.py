@@ -106,6 +106,7 @@ def broken_rules(options: MegatronOptions, shape: ModelShape, world_size: int | 
     return [
         *(_ranks(options, world_size) if world_size is not None else ()),
         *_tensor(options, shape),
+        *_context(options, shape),
         *_pipeline(options, shape),
         *_experts(options, shape),
         *_recompute(options, shape, cuda),
@@ -242,6 +243,14 @@ def _optimizer(o: MegatronOptions) -> Iterator[Mistake]:
         reason = "only the distributed optimizer on the GPU keeps them so"
         fix = "set distributed_optimizer to true and optimizer_offload_fraction to 0, or leave this out"
         yield _broken("optimizer_moments", "bfloat16", reason, fix)
+
+
+def _context(o: MegatronOptions, shape: ModelShape) -> Iterator[Mistake]:
+    """Nothing has compared latent attention that is divided over ranks with the whole."""
+    if o.context_parallel > 1 and shape.latent is not None:
+        reason = f"{shape.architecture} has latent attention, which was never run in parts of a sequence"
+        fix = "leave it out; tensor_parallel and recompute lower the memory of long sequences too"
+        yield _broken("context_parallel", o.context_parallel, reason, fix)
 
 
 def _device(o: MegatronOptions, cuda: bool) -> Iterator[Mistake]:

@@ -1,3 +1,4 @@
+import importlib.util
 import sys
 import tomllib
 from pathlib import Path
@@ -31,6 +32,27 @@ def test_every_extra_that_is_named_exists() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     named = {extra for needed in probes.SOFTWARE for extra in needed.software.extras}
     assert named <= set(project["optional-dependencies"])
+
+
+def test_extras_of_gpus_have_cupy_and_the_releases_that_were_run() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    of_gpus = {name: packages for name, packages in extras.items() if name.startswith("gpu-")}
+    assert {"gpu-fsdp2", "gpu-transformers"} <= of_gpus.keys()
+    for name, packages in of_gpus.items():
+        assert any("cupy" in package or "gpu-fsdp2" in package for package in packages), name
+        own = [package for package in packages if not package.startswith("millrace[")]
+        assert all("<" in package or "==" in package for package in own), name
+    assert not any("cupy" in package for name in ("trainer", "transformers", "cpu") for package in extras[name])
+
+
+def test_on_a_gpu_cupy_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "visible_devices", list)
+    assert probes.cupy().verdict is Verdict.GOOD
+    monkeypatch.setattr(probes, "visible_devices", lambda: ["0"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = probes.cupy()
+    assert found.verdict is Verdict.MISSING and "gpu-fsdp2" in found.fix
 
 
 def test_what_is_installed_and_does_not_import_is_broken_and_says_why(

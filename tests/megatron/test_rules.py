@@ -213,6 +213,14 @@ def test_what_a_job_with_an_adapter_cannot_have(tmp_path):
     assert [mistake.field.removeprefix("trainer.backend_options.") for mistake in refused.value.mistakes] == fields
 
 
+@pytest.mark.parametrize("config", [configs.DEEPSEEK_V3, configs.MOONLIGHT])
+def test_latent_attention_in_parts_of_a_sequence_is_refused(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = broken_rules(MegatronOptions(context_parallel=2), read_shape(tmp_path), None, cuda=True)
+    assert [mistake.field for mistake in told] == ["trainer.backend_options.context_parallel"]
+    assert "latent attention" in str(told[0])
+
+
 @pytest.mark.parametrize("through_json", [False, True])
 def test_the_layers_of_a_folder_are_held_against_the_rules(tmp_path, through_json):
     (tmp_path / "config.json").write_text(json.dumps(configs.QWEN3_30B_A3B))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from millrace.rank_groups import Hosts
 from services.trainer.ranks import life
 from services.trainer.ranks.store import Store
 
@@ -74,6 +75,12 @@ class World:
     def connect(self, timeout_s: float) -> Store:
         """A new client of the store of commands, for one thread."""
         return Store(*self.commands, timeout_s)
+
+
+def hosts_of_ranks() -> Hosts:
+    """The hosts on which the ranks lie, as torchrun says; one where nothing does."""
+    size = dist.get_world_size()
+    return Hosts(size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 
 
 @contextmanager

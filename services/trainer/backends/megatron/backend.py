@@ -46,6 +46,7 @@ from services.trainer.protocol.backend import Critic, DataParallel, LossFn, Outp
 from services.trainer.protocol.local_tensors import LocalBoxes, NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
+from services.trainer.ranks.world import hosts_of_ranks
 
 if TYPE_CHECKING:  # importing PEFT takes seconds
     from services.trainer.backends.megatron.adapters.plan import AdapterPlan
@@ -262,7 +263,7 @@ class MegatronBackend:
 
     def _build_chunks(self, dtype: torch.dtype, *, train_router: bool) -> list[Policy]:
         shape, options = self._setup.shape, self._setup.options
-        config = configuration(shape, options, dtype, dispatcher=dispatcher(options))
+        config = configuration(shape, options, dtype, dispatcher=dispatcher(options, hosts_of_ranks()))
         chunks = build_chunks(ChunkPlan(shape, self._setup.topology, config, self.device))
         for chunk, placements in zip(chunks, self._layout, strict=True):
             _check_layout(chunk, placements)

@@ -6,15 +6,18 @@ import torch
 from millrace.backends.megatron import MegatronOptions
 from millrace.errors import refused
 from millrace.megatron.deepep import obstacle as deepep_obstacle
+from millrace.rank_groups import Hosts
 
 log = structlog.get_logger(__name__)
 
 
-def dispatcher(options: MegatronOptions) -> str:
-    """`deepep` or `alltoall`. Raises InvalidJob where DeepEP is asked for and not available."""
-    if options.experts.dispatcher == "alltoall" or options.expert_parallel == 1:
+def dispatcher(options: MegatronOptions, hosts: Hosts) -> str:
+    """`deepep` or `alltoall`, for ranks that lie on `hosts`. Across hosts DeepEP was never run, so `auto` does not take
+    it there. Raises InvalidJob where DeepEP is asked for and not available."""
+    asked, across = options.experts.dispatcher, hosts.cross(options.expert_parallel, options.expert_tensor_size)
+    if asked == "alltoall" or options.expert_parallel == 1:
         return "alltoall"
-    obstacle = deepep_obstacle()
+    obstacle = "expert_parallel crosses hosts" if asked == "auto" and across else deepep_obstacle()
     if obstacle is None:
         return "deepep"
     if options.experts.dispatcher == "deepep":
