@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.rl.aggregation import BatchTotals, aggregate
+from services.trainer.algorithms.aggregation import BatchTotals, aggregate
 from millrace.rl.registry.catalogue import AGGREGATIONS
 
 HORIZON = 10

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from millrace.errors import InvalidJob
-from millrace.rl.aggregation import BatchTotals
-from millrace.rl.corrections import correct
-from millrace.rl.metrics.combining import combined, summarised
-from millrace.rl.metrics.mismatch import mismatch_metrics
+from services.trainer.algorithms.aggregation import BatchTotals
+from services.trainer.algorithms.corrections import correct
+from services.trainer.algorithms.combining import combined, summarised
+from services.trainer.algorithms.mismatch import mismatch_metrics
 from millrace.rl.registry.catalogue import AlgorithmKind, find, names
 from tests.rl.batches import Batch, make_batch, ragged
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millrace.errors import InvalidJob
-from millrace.rl.aggregation import BatchTotals
-from millrace.rl.distillation_losses import distillation_loss
-from millrace.rl.metrics.combining import combined, summarised
+from services.trainer.algorithms.aggregation import BatchTotals
+from services.trainer.algorithms.distillation import distillation_loss
+from services.trainer.algorithms.combining import combined, summarised
 from millrace.rl.registry.catalogue import AGGREGATIONS, AlgorithmKind, find, names
 from tests.rl.batches import make_batch
 from tests.rl.test_aggregation import slow as slow_aggregate

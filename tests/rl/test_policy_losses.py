@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millrace.errors import InvalidJob
-from millrace.rl.aggregation import BatchTotals
-from millrace.rl.formulas.segments import pack, unpack
-from millrace.rl.metrics.combining import combined, summarised
-from millrace.rl.policy_losses import entropy_bonus, policy_loss, selected_tokens
+from services.trainer.algorithms.aggregation import BatchTotals
+from services.trainer.algorithms.segments import pack, unpack
+from services.trainer.algorithms.combining import combined, summarised
+from services.trainer.algorithms.policy_loss import entropy_bonus, policy_loss, selected_tokens
 from millrace.rl.registry.catalogue import AGGREGATIONS, AlgorithmKind, find, names
 from tests.rl import reference_losses as reference
 from tests.rl.batches import Batch, make_batch, ragged

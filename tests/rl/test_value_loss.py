@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from millrace.rl.aggregation import BatchTotals
-from millrace.rl.value_loss import value_loss
+from services.trainer.algorithms.aggregation import BatchTotals
+from services.trainer.algorithms.value_loss import value_loss
 from tests.rl.batches import make_batch
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from millrace.rl.aggregation import BatchTotals, aggregate
-from millrace.rl.metrics.combining import HISTOGRAM
+from services.trainer.algorithms.aggregation import BatchTotals, aggregate
+from services.trainer.algorithms.combining import HISTOGRAM
 from millrace.rl.metrics.histogram import histogram
 
 

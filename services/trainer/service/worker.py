@@ -16,7 +16,7 @@ from millrace.data.shared_copies import SharedCopy, in_shared_memory
 from millrace.errors import InvalidState, OutOfMemory, PartialOutOfMemory, PartialStep
 from millrace.ids import JobId, Version
 from millrace.memory.ledger import Phase
-from millrace.rl.registry import functions as registry
+from services.trainer.algorithms import functions as registry
 from millrace.spec import JobSpec
 from millrace.telemetry.spans.context import TraceContext, within
 from services.trainer.backends import build

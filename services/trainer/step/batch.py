@@ -22,7 +22,7 @@ from millrace.batching.plan import Plan, plan_microbatches, repack
 from millrace.batching.report import report
 from millrace.contracts.v1.trainer_pb2 import GroupRef
 from millrace.engines import ENGINE_NAMES
-from millrace.rl.formulas import segments
+from services.trainer.algorithms import segments
 from millrace.wire.arrays import TokenScores as TeacherScores
 from services.trainer.protocol.backend import Backend, DataParallel
 from services.trainer.protocol.microbatch import MicroBatch, Sample

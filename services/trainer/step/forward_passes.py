@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from millrace.rl.checks import check_finite
+from services.trainer.algorithms.checks import check_finite
 from millrace.spec import JobSpec
 from millrace.spec.passes import StepPasses
 from services.trainer.protocol.backend import Backend

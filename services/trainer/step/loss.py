@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millrace.rl.aggregation import BatchTotals, aggregate
-from millrace.rl.distillation_losses import distillation_loss
-from millrace.rl.formulas import segments
+from services.trainer.algorithms.aggregation import BatchTotals, aggregate
+from services.trainer.algorithms.distillation import distillation_loss
+from services.trainer.algorithms import segments
 from millrace.rl.formulas.divergence import kl
-from millrace.rl.masks import off_policy
-from millrace.rl.policy_losses import entropy_bonus, policy_loss
-from millrace.rl.value_loss import value_loss
+from services.trainer.algorithms.masks import off_policy
+from services.trainer.algorithms.policy_loss import entropy_bonus, policy_loss
+from services.trainer.algorithms.value_loss import value_loss
 from millrace.spec import JobSpec
 from millrace.spec.algorithm import Distillation
 from services.trainer.protocol.backend import TokenScores

@@ -7,12 +7,12 @@ from math import nan
 import torch
 from torch import Tensor
 
-from millrace.rl.advantages import advantage
-from millrace.rl.checks import check_finite
-from millrace.rl.corrections import correct
-from millrace.rl.masks import high_entropy
-from millrace.rl.metrics.combining import summarised
-from millrace.rl.policy_losses import selected_tokens
+from services.trainer.algorithms.advantages import advantage
+from services.trainer.algorithms.checks import check_finite
+from services.trainer.algorithms.corrections import correct
+from services.trainer.algorithms.masks import high_entropy
+from services.trainer.algorithms.combining import summarised
+from services.trainer.algorithms.policy_loss import selected_tokens
 from millrace.rl.registry.catalogue import AlgorithmKind, find
 from millrace.spec import JobSpec
 from services.trainer.protocol.microbatch import MicroBatch

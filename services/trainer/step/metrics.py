@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from millrace.engines import ENGINE_NAMES
-from millrace.rl.distillation_losses import PREFIX
-from millrace.rl.metrics.combining import Rule, combined, rule_of, summarised
-from millrace.rl.metrics.mismatch import mismatch_metrics
+from services.trainer.algorithms.distillation import PREFIX
+from services.trainer.algorithms.combining import Rule, combined, rule_of, summarised
+from services.trainer.algorithms.mismatch import mismatch_metrics
 from millrace.rl.registry.catalogue import AlgorithmKind, find
 from millrace.spec import JobSpec
 from millrace.telemetry.metrics import catalogue

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millrace.errors import InvalidJob, NonFinite
-from millrace.rl.aggregation import BatchTotals
-from millrace.rl.checks import check_finite
-from millrace.rl.metrics.combining import summarised
+from services.trainer.algorithms.aggregation import BatchTotals
+from services.trainer.algorithms.checks import check_finite
+from services.trainer.algorithms.combining import summarised
 from millrace.spec import JobSpec
 from millrace.spec.trainer import Optimizer
 from services.trainer.memory.meter import MemoryMeter

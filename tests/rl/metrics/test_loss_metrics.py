@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from millrace.rl.aggregation import BatchTotals
-from millrace.rl.metrics.combining import EXTREMES, combined, summarised
+from services.trainer.algorithms.aggregation import BatchTotals
+from services.trainer.algorithms.combining import EXTREMES, combined, summarised
 from millrace.rl.metrics.loss_metrics import ratio_metrics
-from millrace.rl.metrics.mismatch import mismatch_metrics, weight_metrics
+from services.trainer.algorithms.mismatch import mismatch_metrics, weight_metrics
 
 
 def test_micro_batches_combine_to_the_batch():

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from millrace.errors import InvalidJob
-from millrace.rl.advantages import advantage
-from millrace.rl.corrections import correct
-from millrace.rl.policy_losses import policy_loss, selected_tokens
-from millrace.rl.registry import functions as registry
+from services.trainer.algorithms.advantages import advantage
+from services.trainer.algorithms.corrections import correct
+from services.trainer.algorithms.policy_loss import policy_loss, selected_tokens
+from services.trainer.algorithms import functions as registry
 from millrace.rl.registry.catalogue import AlgorithmKind
 
 LOSS = "def mine(*, logprobs_bt: Tensor, advantages_bt: Tensor, selected_bt: Tensor = None):\n    "

@@ -18,8 +18,8 @@ from torch import Tensor
 from millrace.batching.cost import SequenceCost
 from millrace.contracts.v1 import common_pb2
 from millrace.errors import InvalidState
-from millrace.rl.aggregation import BatchTotals
-from millrace.rl.metrics.combining import combined
+from services.trainer.algorithms.aggregation import BatchTotals
+from services.trainer.algorithms.combining import combined
 from millrace.rl.registry.catalogue import AGGREGATIONS, AlgorithmKind, find, names
 from millrace.spec import JobSpec
 from millrace.wire.arrays import pack_logprobs, unpack_logprobs

@@ -22,8 +22,8 @@ from millrace.admission import choices
 from millrace.contracts.v1 import common_pb2
 from millrace.contracts.v1.trainer_pb2 import StepRequest
 from millrace.errors import InvalidJob, PartialStep
-from millrace.rl.registry import functions as registry
-from millrace.rl.registry import user_functions
+from services.trainer.algorithms import functions as registry
+from services.trainer.algorithms import user_functions
 from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, AlgorithmKind, names
 from millrace.spec import JobSpec, presets
 from millrace.wire.arrays import TokenScores, pack_logprobs, unpack_tokens

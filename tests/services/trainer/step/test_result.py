@@ -12,7 +12,7 @@ from torch import Tensor
 from millrace.contracts.v1 import common_pb2
 from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.ids import Version
-from millrace.rl.formulas import segments
+from services.trainer.algorithms import segments
 from millrace.spec import JobSpec
 from millrace.telemetry.metrics.histograms import ADVANTAGES, IMPORTANCE_RATIOS
 from millrace.wire.arrays import unpack_floats, unpack_logprobs

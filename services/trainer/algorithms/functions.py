@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from millrace.errors import InvalidJob
-from millrace.rl.registry import user_functions
+from services.trainer.algorithms import user_functions
 from millrace.rl.registry.catalogue import AlgorithmEntry, AlgorithmKind, find
 
 

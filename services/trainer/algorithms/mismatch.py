@@ -7,7 +7,7 @@ also computes `rollout_is_std` and `rollout_is_eff_sample_size` from the means h
 import torch
 from torch import Tensor
 
-from millrace.rl.aggregation import BatchTotals, aggregate
+from services.trainer.algorithms.aggregation import BatchTotals, aggregate
 from millrace.rl.formulas.ratios import clamped, sequence_mean
 
 PREFIX = "rollout_corr/"

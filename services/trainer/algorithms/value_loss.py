@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from millrace.rl.aggregation import BatchTotals, aggregate
+from services.trainer.algorithms.aggregation import BatchTotals, aggregate
 
 
 def value_loss(

@@ -1,0 +1,125 @@
+"""Importance weights and rejected tokens of a batch, by the corrections that the job names."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millrace.errors import InvalidJob
+from services.trainer.algorithms.aggregation import BatchTotals
+from services.trainer.algorithms.combining import Rule, rule_of
+from services.trainer.algorithms.mismatch import PREFIX, mismatch_metrics, weight_metrics
+from millrace.rl.registry.catalogue import AlgorithmKind
+from services.trainer.algorithms.functions import call_algorithm
+
+SMALLEST_MEAN = 1e-8
+"""Weights with a smaller mean are not divided by it, as in verl."""
+
+
+@torch.no_grad()
+def correct(
+    corrections: Sequence[tuple[str, Mapping[str, Any]]],
+    *,
+    train_logprobs_bt: Tensor,
+    rollout_logprobs_bt: Tensor,
+    mask_bt: Tensor,
+    totals: BatchTotals | None = None,
+    normalize: bool = False,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Applies corrections, each given as name and options. Returns (weights_bt, keep_bt, metrics).
+
+    Every correction reads all tokens of the mask, as in verl. A token stays where each of them keeps it, and at most
+    one of them gives weights.
+
+    train_logprobs_bt, rollout_logprobs_bt: [B, T]; log-probabilities of the same tokens under the same version of the
+        weights, by the trainer and by the engine.
+    mask_bt: [B, T], true on tokens that count.
+    totals: the counts of the whole batch, where the tensors are a part of it. The metrics are then this part's
+        contributions to the batch's metrics and combine with `combining.combined`.
+    normalize: divide the weights by their mean over the batch: over tokens, or over sequences where a sequence has one
+        weight. The metrics are of the weights before that. Needs the whole batch.
+
+    weights_bt: [B, T] in the log-probabilities' dtype, 0 where the mask is false; `policy_loss` takes them.
+    keep_bt: bool [B, T], the mask of the loss from here on. Tokens that are not kept leave the loss and the count of
+        tokens in its totals. Whether sequences that are rejected whole still count is the caller's choice: in verl and
+        NeMo-RL they do.
+    metrics: scalars named `rollout_corr/*`.
+
+    Raises InvalidJob for an unknown name or option and for two corrections that give weights.
+    """
+    mask_bt = mask_bt.bool()
+    train_bt = train_logprobs_bt.masked_fill(~mask_bt, 0)
+    rollout_bt = rollout_logprobs_bt.masked_fill(~mask_bt, 0)
+    applied = _apply(corrections, train_bt, rollout_bt, mask_bt)
+    if normalize and totals is not None:
+        raise ValueError("The weights of a part of a batch cannot be normalised: pass the whole batch.")
+    totals = totals or BatchTotals.of(mask_bt)
+    metrics, weights_bt = mismatch_metrics(train_bt, rollout_bt, mask_bt, totals), torch.ones_like(train_bt)
+    if applied.weights is not None:
+        weights_bt = applied.weights.expand_as(train_bt)
+        metrics |= weight_metrics(weights_bt, mask_bt, totals)
+    for key, values in applied.metrics.items():
+        metrics[PREFIX + key] = _reduced(rule_of(PREFIX + key), values.to(train_bt.dtype), mask_bt, totals)
+    if normalize and applied.weights is not None:
+        factor = metrics[PREFIX + "rollout_is_batch_norm_factor"] = _mean(applied.weights, mask_bt, totals)
+        weights_bt = weights_bt / factor
+    return weights_bt.masked_fill(~mask_bt, 0), applied.keep_bt, metrics
+
+
+@dataclass(frozen=True)
+class _Applied:
+    """What the corrections of a job return together."""
+
+    weights: Tensor | None
+    """[B, T], or [B, 1] for weights of whole sequences; None where no correction gives weights."""
+    keep_bt: Tensor
+    metrics: dict[str, Tensor]
+
+
+def _apply(
+    corrections: Sequence[tuple[str, Mapping[str, Any]]], train_bt: Tensor, rollout_bt: Tensor, mask_bt: Tensor
+) -> _Applied:
+    """Calls each correction on the same tokens. Raises InvalidJob."""
+    inputs = {"train_logprobs_bt": train_bt, "rollout_logprobs_bt": rollout_bt, "mask_bt": mask_bt}
+    weighing: list[tuple[str, Tensor]] = []
+    keep_bt, metrics = mask_bt, dict[str, Tensor]()
+    for name, options in corrections:
+        given, kept_bt, reported = call_algorithm(AlgorithmKind.CORRECTION, name, inputs, options)
+        keep_bt = keep_bt & kept_bt
+        if given is not None:
+            weighing.append((name, given))
+        for key, values in reported.items():  # two bounds on the same statistic reject what either rejects
+            both = key in metrics and values.dtype == metrics[key].dtype == torch.bool
+            metrics[key] = metrics[key] | values if both else values
+    if len(weighing) > 1:
+        what = " and ".join(repr(name) for name, _ in weighing)
+        raise InvalidJob(f"The corrections {what} both give weights.", "Keep one of them; others may only reject.")
+    if len(weighing) < len(corrections):
+        is_cut_bt = mask_bt & ~keep_bt
+        metrics["rollout_rs_masked_fraction"] = is_cut_bt
+        metrics["rollout_rs_seq_masked_fraction"] = is_cut_bt.any(dim=-1)
+    return _Applied(weighing[0][1] if weighing else None, keep_bt, metrics)
+
+
+def _mean(weights: Tensor, mask_bt: Tensor, totals: BatchTotals) -> Tensor:
+    """The mean over tokens of weights [B, T], or over sequences of weights [B, 1]; 1 where it is about 0."""
+    weights = weights.expand(mask_bt.shape[0], -1)
+    mean = _reduced(Rule.SUM, weights[:, 0] if weights.shape[1] == 1 else weights, mask_bt, totals)
+    return torch.where(mean > SMALLEST_MEAN, mean, 1)
+
+
+def _reduced(rule: Rule, values: Tensor, mask_bt: Tensor, totals: BatchTotals) -> Tensor:
+    """The contribution of a metric of tokens, [B, T], or of sequences, [B], to the batch's mean or extreme."""
+    if values.dim() == 1:
+        counts, count = mask_bt.any(dim=-1), totals.sequences
+    else:
+        counts, count, values = mask_bt, totals.tokens, values.expand_as(mask_bt)
+    match rule:
+        case Rule.MAXIMUM:
+            return values.masked_fill(~counts, -torch.inf).amax()
+        case Rule.MINIMUM:
+            return values.masked_fill(~counts, torch.inf).amin()
+        case Rule.SUM:
+            return values.masked_fill(~counts, 0).sum() / max(count, 1)
