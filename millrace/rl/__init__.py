@@ -6,13 +6,11 @@ that the caller computes; every other parameter is an option of the job with its
 default.
 
 - `registry/catalogue.py` reads the signatures without importing torch; job specs are validated against it.
-- `registry/functions.py` imports and calls the functions, built-in ones and those from a user's `file.py:function`.
-- A trainer calls `advantages.advantage`, `policy_losses.policy_loss`, `corrections.correct`, `divergence.kl`,
-  `aggregation.aggregate` and `value_loss.value_loss`.
+- `services/trainer/algorithms/` imports and calls the functions: built-in ones, and those from `file.py:function`.
 
 Tensors are padded: `_bt` is [sequences, tokens], `_b` is [sequences], `_bk` is [sequences, rewards]. A mask is true
 where the policy generated the token and the token counts; values at other places are never read, not even NaN. A
-sequence without any token that counts is padding: it is in no mean, no group and no denominator. `segments.unpack`
+sequence without any token that counts is padding: it is in no mean, no group and no denominator. `tokens.unpack`
 pads a packed batch. Nothing here communicates with another rank: what must be exact over micro-batches and
-data-parallel ranks takes the counts of the whole batch (`aggregation.BatchTotals`), and the results add up.
+data-parallel ranks takes the counts of the whole batch (`BatchTotals`), and the results add up.
 """

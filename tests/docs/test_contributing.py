@@ -86,7 +86,7 @@ tracker.close()
 def test_a_policy_loss_with_a_new_input(followed: Path) -> None:
     code = """
 import torch
-from services.trainer.algorithms.policy_loss import policy_loss
+from services.trainer.algorithms.losses import policy_loss
 job(algorithm={"policy_loss": {"name": "anchored"}, "kl": "k3"})
 one = torch.ones(1, 2)
 inputs = dict(logprobs_bt=-one, old_logprobs_bt=-one, advantages_bt=one, mask_bt=one)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from millrace.errors import InvalidJob
-from services.trainer.algorithms.advantages import advantage
 from millrace.rl.registry.catalogue import AlgorithmKind, find, names
+from services.trainer.algorithms.advantages import advantage
 from tests.rl import reference_advantages as reference
 from tests.rl.batches import Batch, make_batch, ragged
 

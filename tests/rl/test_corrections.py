@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from millrace.errors import InvalidJob
-from services.trainer.algorithms.aggregation import BatchTotals
-from services.trainer.algorithms.corrections import correct
-from services.trainer.algorithms.combining import combined, summarised
-from services.trainer.algorithms.mismatch import mismatch_metrics
 from millrace.rl.registry.catalogue import AlgorithmKind, find, names
+from services.trainer.algorithms.aggregation import BatchTotals
+from services.trainer.algorithms.combining import combined, summarised
+from services.trainer.algorithms.corrections import correct
+from services.trainer.algorithms.mismatch import mismatch_metrics
 from tests.rl.batches import Batch, make_batch, ragged
 
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millrace.errors import InvalidJob
-from services.trainer.algorithms.aggregation import BatchTotals
-from services.trainer.algorithms.distillation import distillation_loss
-from services.trainer.algorithms.combining import combined, summarised
 from millrace.rl.registry.catalogue import AGGREGATIONS, AlgorithmKind, find, names
+from services.trainer.algorithms.aggregation import BatchTotals
+from services.trainer.algorithms.combining import combined, summarised
+from services.trainer.algorithms.losses import distillation_loss
 from tests.rl.batches import make_batch
-from tests.rl.test_aggregation import slow as slow_aggregate
+from tests.services.trainer.algorithms.test_aggregation import slow as slow_aggregate
 
 VOCABULARY, TOP, HORIZON = 9, 4, 10
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from services.trainer.algorithms.segments import pack, unpack
 from services.trainer.algorithms.combining import combined, summarised
-from services.trainer.algorithms.policy_loss import selected_tokens
-from services.trainer.algorithms.value_loss import value_loss
+from services.trainer.algorithms.losses import selected_tokens, value_loss
+from services.trainer.algorithms.tokens import pack, unpack
 from tests.rl import test_advantages as advantages
 from tests.rl import test_corrections as corrections
 from tests.rl import test_policy_losses as losses

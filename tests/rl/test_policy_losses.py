@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millrace.errors import InvalidJob
-from services.trainer.algorithms.aggregation import BatchTotals
-from services.trainer.algorithms.segments import pack, unpack
-from services.trainer.algorithms.combining import combined, summarised
-from services.trainer.algorithms.policy_loss import entropy_bonus, policy_loss, selected_tokens
 from millrace.rl.registry.catalogue import AGGREGATIONS, AlgorithmKind, find, names
+from services.trainer.algorithms.aggregation import BatchTotals
+from services.trainer.algorithms.combining import combined, summarised
+from services.trainer.algorithms.losses import entropy_bonus, policy_loss, selected_tokens
+from services.trainer.algorithms.tokens import pack, unpack
 from tests.rl import reference_losses as reference
 from tests.rl.batches import Batch, make_batch, ragged
-from tests.rl.test_aggregation import slow as slow_aggregate
+from tests.services.trainer.algorithms.test_aggregation import slow as slow_aggregate
 
 
 @dataclass(frozen=True)

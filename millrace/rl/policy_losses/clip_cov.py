@@ -2,7 +2,7 @@
 
 Candidates are the tokens with cov = (A − mean A)(log π − mean log π) inside (cov_low, cov_high) that PPO does not clip.
 A share `fraction` of all tokens is drawn from them at random; their loss is 0. A caller who passes `selected_bt` from
-`policy_losses.selected_tokens` has one choice for the whole step; without it the choice is made among the tokens given,
+`losses.selected_tokens` has one choice for the whole step; without it the choice is made among the tokens given,
 with the current policy, as in verl.
 """
 

@@ -2,7 +2,7 @@
 
 cov = (A − mean A)(log π − mean log π). coefficient·|log r| is added to the loss of the share `fraction` of all tokens
 that have the highest covariance, as in the authors' code. A caller who passes `selected_bt` from
-`policy_losses.selected_tokens` has one choice for the whole step; without it the choice is made among the tokens given,
+`losses.selected_tokens` has one choice for the whole step; without it the choice is made among the tokens given,
 with the current policy, as in verl.
 """
 

@@ -65,7 +65,7 @@ INPUTS: dict[AlgorithmKind, frozenset[str]] = {
             "advantages_bt",
             "mask_bt",
             "behaviour_logprobs_bt",  # under the policy that generated the tokens
-            "selected_bt",  # tokens chosen over the whole step, see policy_losses.selected_tokens
+            "selected_bt",  # tokens chosen over the whole step, see losses.selected_tokens
         }
     ),
     AlgorithmKind.DISTILLATION: frozenset(

@@ -1,1 +1,1 @@
-"""What the trainer does with the algorithms of `millrace/rl`: it finds their functions, calls them, and aggregates what they return."""
+"""What the trainer does with the algorithms of `millrace/rl`: find the function, call it, aggregate its result."""

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from millrace.errors import InvalidJob
+from millrace.rl.registry.catalogue import AlgorithmKind
 from services.trainer.algorithms.aggregation import BatchTotals
 from services.trainer.algorithms.combining import Rule, rule_of
-from services.trainer.algorithms.mismatch import PREFIX, mismatch_metrics, weight_metrics
-from millrace.rl.registry.catalogue import AlgorithmKind
 from services.trainer.algorithms.functions import call_algorithm
+from services.trainer.algorithms.mismatch import PREFIX, mismatch_metrics, weight_metrics
 
 SMALLEST_MEAN = 1e-8
 """Weights with a smaller mean are not divided by it, as in verl."""

@@ -7,8 +7,8 @@ also computes `rollout_is_std` and `rollout_is_eff_sample_size` from the means h
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.aggregation import BatchTotals, aggregate
 from millrace.rl.formulas.ratios import clamped, sequence_mean
+from services.trainer.algorithms.aggregation import BatchTotals, aggregate
 
 PREFIX = "rollout_corr/"
 

@@ -16,9 +16,9 @@ from millrace.data.shared_copies import SharedCopy, in_shared_memory
 from millrace.errors import InvalidState, OutOfMemory, PartialOutOfMemory, PartialStep
 from millrace.ids import JobId, Version
 from millrace.memory.ledger import Phase
-from services.trainer.algorithms import functions as registry
 from millrace.spec import JobSpec
 from millrace.telemetry.spans.context import TraceContext, within
+from services.trainer.algorithms.functions import load_algorithms
 from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
 from services.trainer.checkpoints.background_saver import BackgroundSaver
@@ -83,7 +83,7 @@ class Worker:
             asked = JobSpec.model_validate_json(request.spec)
             spec = hub.local(asked, weights=True)
             choices.check(spec)
-            registry.load_algorithms((kind, choice.name) for kind, choice, _ in choices.chosen(spec.algorithm))
+            load_algorithms((kind, choice.name) for kind, choice, _ in choices.chosen(spec.algorithm))
             read_from, self._copies = in_shared_memory(spec)
         with exhausted.told_at("loading the model", Phase.LOAD, spec, self._world.rank, self._world.size):
             backend = build(read_from, self._world.device)

@@ -22,8 +22,8 @@ from millrace.batching.plan import Plan, plan_microbatches, repack
 from millrace.batching.report import report
 from millrace.contracts.v1.trainer_pb2 import GroupRef
 from millrace.engines import ENGINE_NAMES
-from services.trainer.algorithms import segments
 from millrace.wire.arrays import TokenScores as TeacherScores
+from services.trainer.algorithms.tokens import pack, unpack
 from services.trainer.protocol.backend import Backend, DataParallel
 from services.trainer.protocol.microbatch import MicroBatch, Sample
 from services.trainer.ranks import collectives
@@ -215,7 +215,7 @@ class RankBatch:
     def whole_mask_bt(self) -> Tensor:
         """The sampled tokens of all trajectories of the step, in the order in which the coordinator named them."""
         lengths = self.division.sampled_lengths
-        return segments.unpack(torch.ones(sum(lengths), dtype=torch.bool, device=self.device), lengths)
+        return unpack(torch.ones(sum(lengths), dtype=torch.bool, device=self.device), lengths)
 
     @cached_property
     def group_e(self) -> Tensor:
@@ -227,13 +227,13 @@ class RankBatch:
         """Values of the whole batch, [episodes, longest], from those of its trajectories, [trajectories, longest]."""
         if len(self.division.episode_lengths) == len(whole_bt):
             return whole_bt
-        return segments.unpack(segments.pack(whole_bt, self.division.sampled_lengths), self.division.episode_lengths)
+        return unpack(pack(whole_bt, self.division.sampled_lengths), self.division.episode_lengths)
 
     def by_trajectory(self, values_et: Tensor) -> Tensor:
         """The reverse of `by_episode`."""
         if len(values_et) == len(self.division.trajectories):
             return values_et
-        return segments.unpack(segments.pack(values_et, self.division.episode_lengths), self.division.sampled_lengths)
+        return unpack(pack(values_et, self.division.episode_lengths), self.division.sampled_lengths)
 
     @cached_property
     def whole_engine_b(self) -> Tensor:
@@ -249,9 +249,9 @@ class RankBatch:
         """Values of the whole batch, [trajectories, longest], from each rank's own [rows, longest]. A collective."""
         shares = [self.division.indices(rank) for rank in range(self._data_parallel.size)]
         lengths = [[self.division.sampled_lengths[index] for index in indices] for indices in shares]
-        flat = segments.pack(values_bt, self.lengths) if self.lengths else values_bt.new_zeros(0)
+        flat = pack(values_bt, self.lengths) if self.lengths else values_bt.new_zeros(0)
         parts = collectives.gather_flat(flat, [sum(tokens) for tokens in lengths], self._data_parallel.group)
-        by_rank_bt = segments.unpack(torch.cat(parts), [length for tokens in lengths for length in tokens])
+        by_rank_bt = unpack(torch.cat(parts), [length for tokens in lengths for length in tokens])
         whole_bt = torch.empty_like(by_rank_bt)
         whole_bt[[index for indices in shares for index in indices]] = by_rank_bt
         return whole_bt
@@ -274,13 +274,13 @@ class RankBatch:
     def pad(self, values_r: Tensor) -> Tensor:
         """Values of the sampled tokens of all of this rank's rows, [R] or [R, K], as [rows, longest] or [rows, longest,
         K]."""
-        return segments.unpack(values_r, self.lengths) if self.lengths else values_r.view(0, 0)
+        return unpack(values_r, self.lengths) if self.lengths else values_r.view(0, 0)
 
     def from_microbatches(self, microbatches: Sequence[MicroBatch], values: Sequence[Tensor]) -> Tensor:
         """Values of each micro-batch, [R], as [rows, longest]; 0 in rows that are in no micro-batch."""
         out_bt = torch.zeros(self.mask_bt.shape, device=self.device)
         for batch, values_r in zip(microbatches, values, strict=True):
             if batch.rows:
-                padded_bt = segments.unpack(values_r, batch.sampled_lengths)
+                padded_bt = unpack(values_r, batch.sampled_lengths)
                 out_bt[list(batch.rows), : padded_bt.shape[1]] = padded_bt
         return out_bt

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.trainer.algorithms.checks import check_finite
 from millrace.spec import JobSpec
 from millrace.spec.passes import StepPasses
+from services.trainer.algorithms.tokens import check_finite
 from services.trainer.protocol.backend import Backend
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives

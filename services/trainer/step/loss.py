@@ -5,15 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.aggregation import BatchTotals, aggregate
-from services.trainer.algorithms.distillation import distillation_loss
-from services.trainer.algorithms import segments
 from millrace.rl.formulas.divergence import kl
-from services.trainer.algorithms.masks import off_policy
-from services.trainer.algorithms.policy_loss import entropy_bonus, policy_loss
-from services.trainer.algorithms.value_loss import value_loss
 from millrace.spec import JobSpec
 from millrace.spec.algorithm import Distillation
+from services.trainer.algorithms.aggregation import BatchTotals, aggregate
+from services.trainer.algorithms.losses import distillation_loss, entropy_bonus, policy_loss, value_loss
+from services.trainer.algorithms.tokens import off_policy, unpack
 from services.trainer.protocol.backend import TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.step.loss_inputs import LossInputs
@@ -43,8 +40,8 @@ class ActorLoss:
             return scores.logprobs_r.sum(), LossOutput(logprobs_r, {})
         assert scores.entropy_r is not None
         algorithm, inputs = self.spec.algorithm, self.inputs.rows_of(batch)
-        logprobs_bt = segments.unpack(scores.logprobs_r, batch.sampled_lengths)
-        entropy_bt = segments.unpack(scores.entropy_r, batch.sampled_lengths)
+        logprobs_bt = unpack(scores.logprobs_r, batch.sampled_lengths)
+        entropy_bt = unpack(scores.entropy_r, batch.sampled_lengths)
         optional = {"behaviour_logprobs_bt": inputs.rollout_bt, "selected_bt": inputs.selected_bt}
         horizon = self.spec.rollout.max_response_tokens
         weights_bt, off_policy_share = self._weights(inputs, logprobs_bt)
@@ -98,7 +95,7 @@ class ActorLoss:
             teacher_logprobs_bt=inputs.teacher_bt,
             mask_bt=inputs.mask_bt,
             weights_bt=inputs.weights_bt,
-            top_logprobs_btk=None if others_rk is None else segments.unpack(others_rk, batch.sampled_lengths),
+            top_logprobs_btk=None if others_rk is None else unpack(others_rk, batch.sampled_lengths),
             teacher_top_logprobs_btk=inputs.teacher_top_btk,
             aggregation=self.spec.algorithm.aggregation,
             totals=self.totals,
@@ -139,7 +136,7 @@ class CriticLoss:
         assert inputs.values_bt is not None and inputs.returns_bt is not None
         assert self.spec.algorithm.critic is not None
         loss, metrics = value_loss(
-            values_bt=segments.unpack(values_r, batch.sampled_lengths),
+            values_bt=unpack(values_r, batch.sampled_lengths),
             old_values_bt=inputs.values_bt,
             returns_bt=inputs.returns_bt,
             mask_bt=inputs.mask_bt,

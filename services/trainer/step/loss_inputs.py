@@ -7,14 +7,13 @@ from math import nan
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.advantages import advantage
-from services.trainer.algorithms.checks import check_finite
-from services.trainer.algorithms.corrections import correct
-from services.trainer.algorithms.masks import high_entropy
-from services.trainer.algorithms.combining import summarised
-from services.trainer.algorithms.policy_loss import selected_tokens
 from millrace.rl.registry.catalogue import AlgorithmKind, find
 from millrace.spec import JobSpec
+from services.trainer.algorithms.advantages import advantage
+from services.trainer.algorithms.combining import summarised
+from services.trainer.algorithms.corrections import correct
+from services.trainer.algorithms.losses import selected_tokens
+from services.trainer.algorithms.tokens import check_finite, high_entropy
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.step.batch import RankBatch
 from services.trainer.step.forward_passes import ForwardResults

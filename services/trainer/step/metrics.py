@@ -12,9 +12,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from millrace.engines import ENGINE_NAMES
-from services.trainer.algorithms.distillation import PREFIX
-from services.trainer.algorithms.combining import Rule, combined, rule_of, summarised
-from services.trainer.algorithms.mismatch import mismatch_metrics
 from millrace.rl.registry.catalogue import AlgorithmKind, find
 from millrace.spec import JobSpec
 from millrace.telemetry.metrics import catalogue
@@ -23,6 +20,9 @@ from millrace.telemetry.metrics.histograms import ADVANTAGES, IMPORTANCE_RATIOS,
 from millrace.telemetry.metrics.step.mismatch import SPLIT
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
+from services.trainer.algorithms.combining import Rule, combined, rule_of, summarised
+from services.trainer.algorithms.losses import DISTILLATION_PREFIX
+from services.trainer.algorithms.mismatch import mismatch_metrics
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.ranks import collectives
 from services.trainer.step.batch import RankBatch
@@ -117,7 +117,7 @@ def over_updates(updates: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[s
         of_learner = [update[learner] for update in updates if learner in update]
         for name in sorted({name for update in of_learner for name in update}):
             values = [update[name] for update in of_learner if name in update]
-            key = name if name.startswith(PREFIX) else VERL.get(name, f"{learner}/{name}")
+            key = name if name.startswith(DISTILLATION_PREFIX) else VERL.get(name, f"{learner}/{name}")
             metrics[key] = OVER_UPDATES[rule_of(name)](values)
     return metrics
 

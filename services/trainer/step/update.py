@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millrace.errors import InvalidJob, NonFinite
-from services.trainer.algorithms.aggregation import BatchTotals
-from services.trainer.algorithms.checks import check_finite
-from services.trainer.algorithms.combining import summarised
 from millrace.spec import JobSpec
 from millrace.spec.trainer import Optimizer
+from services.trainer.algorithms.aggregation import BatchTotals
+from services.trainer.algorithms.combining import summarised
+from services.trainer.algorithms.tokens import check_finite
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend, TrainableModel
 from services.trainer.protocol.microbatch import MicroBatch

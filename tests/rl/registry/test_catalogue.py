@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from millrace.errors import InvalidJob
-from services.trainer.algorithms.policy_loss import policy_loss
 from millrace.rl.registry.catalogue import INPUTS, AlgorithmKind, find, names
 from services.trainer.algorithms.functions import function_of
+from services.trainer.algorithms.losses import policy_loss
 
 EVERY = [(kind, name) for kind in AlgorithmKind for name in names(kind)]
 

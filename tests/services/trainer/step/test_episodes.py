@@ -18,11 +18,11 @@ from torch import Tensor
 from millrace.batching.cost import SequenceCost
 from millrace.contracts.v1 import common_pb2
 from millrace.errors import InvalidState
-from services.trainer.algorithms.aggregation import BatchTotals
-from services.trainer.algorithms.combining import combined
 from millrace.rl.registry.catalogue import AGGREGATIONS, AlgorithmKind, find, names
 from millrace.spec import JobSpec
 from millrace.wire.arrays import pack_logprobs, unpack_logprobs
+from services.trainer.algorithms.aggregation import BatchTotals
+from services.trainer.algorithms.combining import combined
 from services.trainer.protocol.backend import DataParallel, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.step.batch import BatchDivision, RankBatch, TrajectoryRef
@@ -33,7 +33,7 @@ from services.trainer.step.loss_inputs import LossInputs, make_loss_inputs
 from tests.rl import reference_advantages, reference_losses
 from tests.rl.reference_advantages import Answer
 from tests.rl.reference_losses import Tokens
-from tests.rl.test_aggregation import HORIZON, slow
+from tests.services.trainer.algorithms.test_aggregation import HORIZON, slow
 from tests.services.trainer.groups import episode_groups, job_spec, refs
 
 Groups = dict[str, common_pb2.Group]

@@ -22,11 +22,10 @@ from millrace.admission import choices
 from millrace.contracts.v1 import common_pb2
 from millrace.contracts.v1.trainer_pb2 import StepRequest
 from millrace.errors import InvalidJob, PartialStep
-from services.trainer.algorithms import functions as registry
-from services.trainer.algorithms import user_functions
 from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, AlgorithmKind, names
 from millrace.spec import JobSpec, presets
 from millrace.wire.arrays import TokenScores, pack_logprobs, unpack_tokens
+from services.trainer.algorithms import functions
 from services.trainer.backends import build
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend
@@ -227,13 +226,13 @@ def test_a_loss_that_fails_leaves_nothing_behind(running: Trainer, tmp_path: Pat
 
     def fails_at(call: int | None) -> None:
         path.write_text(FAILING.replace("FAILS_AT", str(call)))
-        registry.load_algorithms([])
+        functions.load_algorithms([])
 
     fails_at(None)
     still, moving = (running.spec({"policy_loss": f"{path}:mine"}, lr=lr) for lr in (0.0, 1e-3))
     moving = moving.model_copy(update={"trainer": moving.trainer.model_copy(update={"updates_per_step": 2})})
     running.step(moving, scored_groups(running.backend))
-    calls = len(user_functions.load_file(path).calls)
+    calls = len(functions.load_file(path).calls)
     groups, before = scored_groups(running.backend), running.weights()
     expected = running.step(still, groups)
     fails_at(1)

@@ -12,10 +12,10 @@ from torch import Tensor
 from millrace.contracts.v1 import common_pb2
 from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.ids import Version
-from services.trainer.algorithms import segments
 from millrace.spec import JobSpec
 from millrace.telemetry.metrics.histograms import ADVANTAGES, IMPORTANCE_RATIOS
 from millrace.wire.arrays import unpack_floats, unpack_logprobs
+from services.trainer.algorithms.tokens import unpack
 from services.trainer.backends import build
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import TokenScores
@@ -124,7 +124,7 @@ def test_shown_groups_have_what_the_losses_read(
         if batch.rows:
             updates.append(self.totals.tokens)
             inputs = self.inputs.rows_of(batch)
-            own_bt = segments.unpack(scores.logprobs_r.detach(), batch.sampled_lengths)
+            own_bt = unpack(scores.logprobs_r.detach(), batch.sampled_lengths)
             old_bt = own_bt if inputs.old_bt is None or spec.algorithm.old_logprobs == "rollout" else inputs.old_bt
             for at, (row, length) in enumerate(zip(batch.rows, batch.sampled_lengths, strict=True)):
                 read[row] = (old_bt[at, :length], inputs.advantages_bt[at, :length])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.algorithms.masks import high_entropy, off_policy
+from services.trainer.algorithms.tokens import high_entropy, off_policy
 from tests.rl.batches import make_batch, ragged
 
 

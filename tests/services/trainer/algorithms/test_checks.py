@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from millrace.errors import NonFinite
-from services.trainer.algorithms.checks import check_finite
+from services.trainer.algorithms.tokens import check_finite
 
 MASK_BT = torch.tensor([[1, 1, 0], [1, 1, 1]])
 

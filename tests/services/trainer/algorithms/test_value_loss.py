@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.trainer.algorithms.aggregation import BatchTotals
-from services.trainer.algorithms.value_loss import value_loss
+from services.trainer.algorithms.losses import value_loss
 from tests.rl.batches import make_batch
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.algorithms.aggregation import BatchTotals, aggregate
 from millrace.rl.registry.catalogue import AGGREGATIONS
+from services.trainer.algorithms.aggregation import BatchTotals, aggregate
 
 HORIZON = 10
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.trainer.algorithms.segments import pack, unpack
+from services.trainer.algorithms.tokens import pack, unpack
 
 
 def test_unpack_by_hand_and_back():

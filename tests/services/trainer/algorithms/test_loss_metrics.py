@@ -5,7 +5,7 @@ import torch
 
 from services.trainer.algorithms.aggregation import BatchTotals
 from services.trainer.algorithms.combining import EXTREMES, combined, summarised
-from millrace.rl.metrics.loss_metrics import ratio_metrics
+from services.trainer.algorithms.losses import ratio_metrics
 from services.trainer.algorithms.mismatch import mismatch_metrics, weight_metrics
 
 
