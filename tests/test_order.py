@@ -69,7 +69,7 @@ ORDER = {
         service
         backends publication step
         checkpoints memory
-        options protocol ranks
+        algorithms options protocol ranks
     """,
 }
 """By package its rooms, from the top down. A room imports only from lines below its own."""
