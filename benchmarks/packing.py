@@ -5,7 +5,7 @@
 Lengths are lognormal, mean 2000, cut off at 32768; costs are those of the Qwen3-8B shape, attention included. Needs no
 GPU and no torch. Prints a table:
 
-* ours: `millrace.batching.plan.plan_microbatches`, as the trainer plans every step;
+* ours: `services.trainer.step.planning.plan_microbatches`, as the trainer plans every step;
 * verl, by tokens: sequences to ranks by Karmarkar-Karp in equal numbers, then on each rank as many micro-batches as the
   rank with the most tokens needs, again by Karmarkar-Karp (`use_dynamic_bsz`, HybridFlow, arXiv 2409.19256);
 * verl, by workload: the same with its later estimate of cost, 24576 · s + s², in place of s;
@@ -21,10 +21,10 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from millrace.batching.balance import equal_partition, partition
-from millrace.batching.cost import AttentionLayer, SequenceCost
-from millrace.batching.plan import Plan, plan_microbatches
-from millrace.batching.report import lognormal_lengths, report, unplanned
+from millrace.sequence_cost import AttentionLayer, SequenceCost
+from services.trainer.step.balance import equal_partition, partition
+from services.trainer.step.plan_report import lognormal_lengths, report, unplanned
+from services.trainer.step.planning import Plan, plan_microbatches
 
 QWEN3_8B = SequenceCost.of_model(7.57e9, [AttentionLayer(32 * 128, 32 * 128)] * 36)
 VERL_WORKLOAD = SequenceCost(24576.0, 1.0)

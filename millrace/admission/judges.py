@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from millrace.errors import Mistake, wrong_value
-from millrace.rewards.judges import template
+from millrace.rewards import judge_template as template
 from millrace.spec.judge import JudgeTerm
 
 LARGEST_TEMPLATE = 1 << 20

@@ -1,7 +1,7 @@
 """FLOPs of training a model that the megatron backend builds, by the formula of `SequenceCost.of_model`. Torch-free."""
 
-from millrace.batching.cost import AttentionLayer, SequenceCost
 from millrace.megatron.architectures.shape import LatentAttention, ModelShape
+from millrace.sequence_cost import AttentionLayer, SequenceCost
 
 
 def sequence_cost(shape: ModelShape, adapters: int = 0) -> SequenceCost:

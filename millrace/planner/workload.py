@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from millrace.batching.cost import SequenceCost
 from millrace.errors import refused
+from millrace.sequence_cost import SequenceCost
 from millrace.spec import JobSpec
 from millrace.spec.passes import StepPasses, passes_of
 

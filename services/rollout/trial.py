@@ -17,7 +17,7 @@ from typing import Any
 from millrace.data.row import PromptRow
 from millrace.errors import InvalidJob, MillraceError, Mistake
 from millrace.rewards import Term
-from millrace.rewards.judges.template import text_of
+from millrace.rewards.judge_template import text_of
 from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs
 from millrace.validation.limits import SHORTEST_S

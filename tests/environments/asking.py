@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from millrace.environments.host import Host
+from services.rollout.environments.host import Host
 
 
 def ask(host: Host, request: dict[str, Any]) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from millrace.environments.host import Host
 from millrace.environments.registry import check, load
 from millrace.environments.verl.environment import VerlEnvironment
 from millrace.errors import InvalidJob
+from services.rollout.environments.host import Host
 from tests.environments.asking import ask
 
 EXAMPLE = Path(__file__).parents[2] / "examples/environments/verl_tools"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.admission import submission
-from millrace.admission.changes import applied, gives_token_budget
+from services.coordinator.jobs.changes import applied, gives_token_budget
 from millrace.admission.output import left_checkpoints, with_output
 from millrace.errors import InvalidJob, InvalidState, Mistake, wrong_value
 from millrace.events import JobWaiting
@@ -20,6 +20,7 @@ from millrace.spec import JobSpec, parse
 from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
+from services.coordinator.jobs.changes import applied, gives_token_budget
 from services.coordinator.observe.events import Events
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.job import ACTIVE, ENDED, JobRecord, Wanted, refusal

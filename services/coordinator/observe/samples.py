@@ -8,10 +8,10 @@ from typing import Any
 
 import structlog
 
+from millrace.contracts.trajectories import episode_sizes, sampled_spans
 from millrace.contracts.v1 import common_pb2, trainer_pb2
 from millrace.ids import PromptId
 from millrace.rest import SampleView, TurnView
-from millrace.trajectories import episode_sizes, sampled_spans
 from millrace.wire.arrays import unpack_floats
 from millrace.wire.enums import PURPOSES
 from services.coordinator.observe import tokens

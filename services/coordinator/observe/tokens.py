@@ -10,10 +10,10 @@ import numpy as np
 import structlog
 from google.protobuf.message import Message
 
+from millrace.contracts.trajectories import Span, sampled_spans
 from millrace.contracts.v1 import common_pb2, trainer_pb2
 from millrace.hub import HubName
 from millrace.rest import TokensView
-from millrace.trajectories import Span, sampled_spans
 from millrace.wire.arrays import unpack_floats, unpack_tokens
 from services.coordinator.store.records import TokenRecord
 

@@ -10,11 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from millrace.contracts.v1 import common_pb2
-from millrace.drops import Drop, DropReason
-from millrace.ids import PromptId, Version
-from millrace.rewards.outcome import NOT_FINITE, fits
-from millrace.trajectories import (
+from millrace.contracts.trajectories import (
     TOKEN_BYTES,
     Span,
     episode_reward,
@@ -23,6 +19,10 @@ from millrace.trajectories import (
     response_tokens,
     sampled_spans,
 )
+from millrace.contracts.v1 import common_pb2
+from millrace.drops import Drop, DropReason
+from millrace.ids import PromptId, Version
+from millrace.rewards.outcome import NOT_FINITE, fits
 
 Details = Mapping[str, Any]
 Value = TypeVar("Value")

@@ -18,11 +18,11 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from millrace.environments.built_in import FIELD, OpenEnv
-from millrace.environments.host import LONGEST_RESULT
 from millrace.errors import Unavailable, refused
 from millrace.rewards.outcome import fits
 from millrace.wire.reach import may_take_proxy
 from services.rollout.environments.environment import Called, EnvironmentFailed, Message, Session, messages_of
+from services.rollout.environments.host import LONGEST_RESULT
 
 CONNECT_S = 30.0
 LONGEST_MESSAGE = 16 << 20

@@ -2,7 +2,7 @@
 
 First line in: the fields of `EnvironmentSetup`, {parent, control}. First line out: {"ready": true, "missing": ...,
 "tools": [...]}, otherwise as a scoring process says it (`services/rollout/scoring/worker.py`). From then on requests,
-{id} and a request of `millrace.environments.host`; the answer is {id} and that of the host, {failure} or
+{id} and a request of `services.rollout.environments.host`; the answer is {id} and that of the host, {failure} or
 {out_of_memory}. Requests of several episodes run side by side, and are answered as they end. One that blocks the
 process for too long is answered {blocked}, and the replica kills the process. It ends when its input does. The class is
 loaded and runs inside a sandbox (`millrace.sandbox`).
@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from millrace.environments.host import BadReturn, Host, TooSlow
 from millrace.environments.registry import FIELD, load
 from millrace.environments.tools import BadTool
 from millrace.errors import InvalidJob, refused
@@ -26,6 +25,7 @@ from millrace.sandbox.boundaries import Missing
 from millrace.sandbox.first import Wanted
 from millrace.sandbox.launch import confine
 from millrace.sandbox.view import view
+from services.rollout.environments.host import BadReturn, Host, TooSlow
 from services.rollout.user_process.sandboxed import code_of, describe_error, left_processes, refuses, reply, take_pipes
 
 LONGEST_REQUEST = 64 << 20

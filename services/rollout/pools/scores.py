@@ -9,12 +9,12 @@ from typing import Self
 
 from millrace.admission.choices import teacher_top
 from millrace.contracts.methods import ScoringRpc
+from millrace.contracts.trajectories import TOKEN_BYTES, sampled_spans
 from millrace.contracts.v1 import common_pb2, scoring_pb2
 from millrace.data.row import PromptRow
 from millrace.errors import InvalidRequest
 from millrace.rewards import PoolTerm
 from millrace.spec import JobSpec
-from millrace.trajectories import TOKEN_BYTES, sampled_spans
 from millrace.wire.arrays import TokenScores
 from services.rollout.pools.client import PoolClient
 from services.rollout.scoring.scored import Answer, Scored

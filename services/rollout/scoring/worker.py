@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from millrace.errors import InvalidJob
-from millrace.rewards.calls import outcomes
 from millrace.rewards.outcome import BadOutcome
 from millrace.rewards.programs import limits
 from millrace.rewards.registry import BUILT_IN, ComputeScore, load
@@ -25,6 +24,7 @@ from millrace.sandbox.boundaries import Missing
 from millrace.sandbox.first import Wanted
 from millrace.sandbox.launch import confine
 from millrace.sandbox.view import view
+from services.rollout.scoring.calls import outcomes
 from services.rollout.user_process.sandboxed import code_of, describe_error, left_processes, refuses, reply, take_pipes
 
 LONGEST_DETAILS = 16 << 10

@@ -14,7 +14,6 @@ import typer
 from rich.progress import Progress
 from safetensors import SafetensorError
 
-from millrace.checkpoints.written import megatron_form
 from millrace.errors import InvalidState, MillraceError
 from millrace.megatron.architectures import read_shape
 from millrace.terminal.output import print_error
@@ -23,6 +22,7 @@ from services.trainer.checkpoints.checkpoint import open_checkpoint
 from services.trainer.checkpoints.exported import Exported
 from services.trainer.checkpoints.foreign.module_names import empty_module, module_form
 from services.trainer.checkpoints.foreign.writing import CheckpointWriter
+from services.trainer.checkpoints.foreign.written import megatron_form
 
 
 class Format(StrEnum):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from millrace.batching.cost import SequenceCost
 from millrace.errors import InvalidState
 from millrace.memory.ledger import Part
+from millrace.sequence_cost import SequenceCost
 from millrace.weights.plans.manifest import Content, TensorInfo
 from services.trainer.protocol.adapter import Adapter
 from services.trainer.protocol.local_tensors import NamedTensors

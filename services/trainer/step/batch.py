@@ -17,16 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from millrace.batching.cost import SequenceCost
-from millrace.batching.plan import Plan, plan_microbatches, repack
-from millrace.batching.report import report
 from millrace.contracts.v1.trainer_pb2 import GroupRef
 from millrace.engines import ENGINE_NAMES
+from millrace.sequence_cost import SequenceCost
 from millrace.wire.arrays import TokenScores as TeacherScores
 from services.trainer.algorithms.tokens import pack, unpack
 from services.trainer.protocol.backend import Backend, DataParallel
 from services.trainer.protocol.microbatch import MicroBatch, Sample
 from services.trainer.ranks import collectives
+from services.trainer.step.plan_report import report
+from services.trainer.step.planning import Plan, plan_microbatches, repack
 
 
 @dataclass(frozen=True)

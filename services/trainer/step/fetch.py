@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from millrace.contracts.methods import WorkRpc
+from millrace.contracts.trajectories import episode_sizes
 from millrace.contracts.v1 import common_pb2, work_pb2
 from millrace.errors import InvalidState
 from millrace.rewards.outcome import BadOutcome, separate_rewards
-from millrace.trajectories import episode_sizes
 from millrace.wire.arrays import TokenScores, unpack_experts, unpack_logprobs, unpack_tokens
 from millrace.wire.channel import Peer
 from services.trainer.protocol.microbatch import Sample, Turn

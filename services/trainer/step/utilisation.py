@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from millrace.batching.cost import SequenceCost
+from millrace.sequence_cost import SequenceCost
 
 PEAK_TFLOPS = {
     "GB300": 2500.0,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from millrace.contracts.trajectories import sampled_spans
 from millrace.contracts.v1 import common_pb2
-from millrace.trajectories import sampled_spans
 from millrace.wire.arrays import unpack_logprobs, unpack_tokens
 from services.rollout.engine import Completion, Sampling
 from services.rollout.engines import probe

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from millrace.batching.cost import AttentionLayer, SequenceCost
+from millrace.sequence_cost import AttentionLayer, SequenceCost
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk")

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from millrace.checkpoints.located import Located, Part
-from millrace.checkpoints.written import Form, Target
 from millrace.weights.loader.stored import stored_tensors, views
 from millrace.weights.plans.views import viewed_box
+from services.trainer.checkpoints.foreign.written import Form, Target
 
 
 def empty_module(folder: Path, trust: bool = False) -> nn.Module | None:

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from millrace.checkpoints.index import FILE
 from millrace.checkpoints.source import DESCRIPTION, TORCH_DIST
-from millrace.checkpoints.written import Form, Target, module_states
 from millrace.errors import InvalidState
+from services.trainer.checkpoints.foreign.written import Form, Target, module_states
 
 FILE_BYTES = 4 << 30
 """A new file begins where one has this size."""

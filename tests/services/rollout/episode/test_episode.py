@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from millrace.contracts.trajectories import sampled_spans
 from millrace.contracts.v1 import common_pb2
 from millrace.ids import Version
-from millrace.trajectories import sampled_spans
 from millrace.wire.arrays import unpack_experts, unpack_logprobs, unpack_tokens
 from services.coordinator.state.group import Wanted, fault
 from services.rollout import replica

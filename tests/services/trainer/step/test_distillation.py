@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
+from millrace.contracts.trajectories import sampled_spans
 from millrace.contracts.v1 import common_pb2
 from millrace.contracts.v1.trainer_pb2 import StepRequest
 from millrace.errors import InvalidState
 from millrace.spec import JobSpec
-from millrace.trajectories import sampled_spans
 from millrace.wire.arrays import TokenScores, pack_logprobs, pack_tokens, unpack_tokens
 from services.trainer.backends import build
 from services.trainer.memory.meter import MemoryMeter

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from millrace.batching.cost import SequenceCost
 from millrace.contracts.v1 import common_pb2
 from millrace.errors import InvalidState
 from millrace.rl.registry.catalogue import AGGREGATIONS, AlgorithmKind, find, names
+from millrace.sequence_cost import SequenceCost
 from millrace.spec import JobSpec
 from millrace.wire.arrays import pack_logprobs, unpack_logprobs
 from services.trainer.algorithms.aggregation import BatchTotals

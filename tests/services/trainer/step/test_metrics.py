@@ -6,8 +6,8 @@ from typing import cast
 import pytest
 import torch
 
-from millrace.batching.cost import SequenceCost
 from millrace.engines import ENGINE_NAMES
+from millrace.sequence_cost import SequenceCost
 from services.trainer.protocol.backend import Backend, DataParallel
 from services.trainer.step.batch import BatchDivision, TrajectoryRef
 from services.trainer.step.metrics import mismatch_by_part

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from millrace.batching.cost import SequenceCost
+from millrace.sequence_cost import SequenceCost
 from services.trainer.step import utilisation as module
 from services.trainer.step.utilisation import peak_flops, utilisation
 

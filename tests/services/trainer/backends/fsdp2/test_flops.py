@@ -1,7 +1,7 @@
 """FLOPs of training against torch's counter on the meta device.
 
 The counter counts every product of the whole square of a sequence; the formula counts the pairs that the causal mask,
-or the window, allows. So the formula's pairs are taken as whole squares here, and tests/batching/test_cost.py counts
+or the window, allows. So the formula's pairs are taken as whole squares here, and tests/test_sequence_cost.py counts
 the pairs.
 """
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from millrace.batching.cost import SequenceCost
 from millrace.megatron import flops as megatron
 from millrace.megatron.architectures import read_shape
+from millrace.sequence_cost import SequenceCost
 from services.trainer.backends.fsdp2 import attention, flops
 from services.trainer.backends.fsdp2.computable import check_computable
 from tests.megatron import configs

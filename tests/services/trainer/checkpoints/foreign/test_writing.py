@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 
 from millrace.checkpoints.index import read_index
 from millrace.checkpoints.source import check_checkpoint
-from millrace.checkpoints.written import megatron_form, module_states
 from millrace.errors import InvalidState
 from millrace.megatron.architectures import read_shape
 from services.trainer.checkpoints.foreign import writing
 from services.trainer.checkpoints.foreign.module_names import empty_module, module_form
 from services.trainer.checkpoints.foreign.writing import CheckpointWriter
+from services.trainer.checkpoints.foreign.written import megatron_form, module_states
 from services.trainer.checkpoints.model_files import ModelFiles
 from tests.services.trainer.backends.megatron import tiny
 

@@ -8,11 +8,11 @@ import pytest
 
 from examples.environments.guess import Guess
 from millrace.environments import Environment, Message, Step, ToolResult, tool
-from millrace.environments.host import BadReturn, Host
 from millrace.environments.registry import check, load
 from millrace.environments.tools import BadTool, tools_of
 from millrace.errors import InvalidJob
 from millrace.rewards.outcome import BadOutcome
+from services.rollout.environments.host import BadReturn, Host
 from tests.environments.asking import ask
 
 ROW = {"index": 0, "data_source": "d", "prompt": "hi", "ground_truth": "37", "extra_info": {}}

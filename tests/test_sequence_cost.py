@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.batching.cost import AttentionLayer, SequenceCost
+from millrace.sequence_cost import AttentionLayer, SequenceCost
 
 
 def test_linear_and_quadratic_parts():

@@ -5,8 +5,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from millrace.batching.cost import SequenceCost
-from millrace.batching.plan import Plan, plan_microbatches
+from millrace.sequence_cost import SequenceCost
+from services.trainer.step.planning import Plan, plan_microbatches
 
 
 @dataclass(frozen=True)

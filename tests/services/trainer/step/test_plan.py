@@ -7,10 +7,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from millrace.batching.cost import SequenceCost
-from millrace.batching.plan import plan_microbatches, repack
-from millrace.batching.report import compared, lognormal_lengths, report, unplanned
 from millrace.errors import InvalidJob
+from millrace.sequence_cost import SequenceCost
+from services.trainer.step.plan_report import compared, lognormal_lengths, report, unplanned
+from services.trainer.step.planning import plan_microbatches, repack
 
 ATTENTION = SequenceCost(1.0, 1 / 54_000)
 """An 8-billion-parameter model: at 54,000 tokens attention costs as much as all matrix products."""
@@ -115,5 +115,5 @@ def test_fewer_sequences_than_ranks_leave_empty_micro_batches():
 
 
 def test_planning_imports_no_torch():
-    code = "import sys, millrace.batching.plan, millrace.batching.filters; assert 'torch' not in sys.modules"
+    code = "import sys, services.trainer.step.planning, millrace.batching.filters; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from millrace.batching.balance import equal_partition, partition
-from millrace.batching.cost import SequenceCost
-from millrace.batching.pack import pack, spread
 from millrace.errors import InvalidJob
+from millrace.sequence_cost import SequenceCost
+from services.trainer.step.balance import equal_partition, partition
+from services.trainer.step.packing import pack, spread
 
 Plan = list[list[list[int]]]
 """`plan[rank][i]` has the indices, ascending, of the sequences in the i-th micro-batch of the rank."""

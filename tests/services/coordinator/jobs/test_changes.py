@@ -2,8 +2,8 @@
 
 import pytest
 
-from millrace.admission.changes import applied, gives_token_budget
 from millrace.errors import InvalidJob
+from services.coordinator.jobs.changes import applied, gives_token_budget
 
 TREE = {
     "name": "job",
