@@ -22,9 +22,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from millrace.sequence_cost import AttentionLayer, SequenceCost
-from services.trainer.step.balance import equal_partition, partition
-from services.trainer.step.plan_report import lognormal_lengths, report, unplanned
-from services.trainer.step.planning import Plan, plan_microbatches
+from services.trainer.step.planning import (
+    Plan,
+    equal_partition,
+    lognormal_lengths,
+    partition,
+    plan_microbatches,
+    report,
+    unplanned,
+)
 
 QWEN3_8B = SequenceCost.of_model(7.57e9, [AttentionLayer(32 * 128, 32 * 128)] * 36)
 VERL_WORKLOAD = SequenceCost(24576.0, 1.0)

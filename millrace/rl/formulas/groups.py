@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millrace.batching.filters import equal
+from millrace.equal_rewards import equal
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from millrace import events
-from millrace.batching.filters import without_signal
+from millrace.equal_rewards import without_signal
 from millrace.drops import DropReason
 from millrace.errors import InvalidState
 from millrace.ids import PromptId

@@ -12,12 +12,12 @@ from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 from mcp.types import CallToolResult, TextContent, Tool
 
+from millrace.sandbox.command import Limits, sandboxed
 from millrace.spec.environment import McpServer
 from millrace.wire.reach import may_take_proxy
 from services.rollout.environments.environment import Called
 from services.rollout.environments.host import LONGEST_RESULT
 from services.rollout.user_process.process import passed_environment
-from services.rollout.user_process.sandboxed_command import Limits, sandboxed
 
 log = structlog.get_logger(__name__)
 START_S = 60.0

@@ -8,12 +8,12 @@ from typing import Any, Self
 from mcp.types import Tool
 
 from millrace.errors import Unavailable, refused
+from millrace.sandbox.command import Limits
 from millrace.spec.environment import Environment, McpServer
 from millrace.spec.model import Reward
 from services.rollout.environments.environment import Called, EnvironmentFailed, Environments, Message, Session
 from services.rollout.environments.mcp_connection import Connection, Unreachable, connected, named
 from services.rollout.user_process.process import hidden_paths, more_paths
-from services.rollout.user_process.sandboxed_command import Limits
 
 FIELD = "rollout.environment.mcp"
 

@@ -25,8 +25,7 @@ from services.trainer.algorithms.tokens import pack, unpack
 from services.trainer.protocol.backend import Backend, DataParallel
 from services.trainer.protocol.microbatch import MicroBatch, Sample
 from services.trainer.ranks import collectives
-from services.trainer.step.plan_report import report
-from services.trainer.step.planning import Plan, plan_microbatches, repack
+from services.trainer.step.planning import Plan, plan_microbatches, repack, report
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
-"""The plan of a step: which rank trains which sequences in which micro-batch."""
+"""The plan of a step: which rank trains which sequences in which micro-batch, and how well the ranks are used."""
 
+import heapq
+import math
+import random
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from millrace.errors import InvalidJob
 from millrace.sequence_cost import SequenceCost
-from services.trainer.step.balance import equal_partition, partition
-from services.trainer.step.packing import pack, spread
 
 Plan = list[list[list[int]]]
 """`plan[rank][i]` has the indices, ascending, of the sequences in the i-th micro-batch of the rank."""
@@ -143,3 +146,177 @@ def _filled(bins: list[list[int]], count: int) -> list[list[int]]:
         if not members and len(fullest) > 1:
             members.append(fullest.pop())
     return bins
+
+
+def pack(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Divides sequences into few micro-batches, lists of sequence indices.
+
+    Longest first, each sequence goes into the micro-batch in which it leaves the least room.
+    """
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (tokens left, micro-batch), ascending
+    for index in longest_first(lengths):
+        length = lengths[index]
+        at = bisect_left(rooms, (length, -1))
+        if at == len(rooms):
+            room, home = token_budget, len(bins)
+            bins.append([])
+        else:
+            room, home = rooms.pop(at)
+        bins[home].append(index)
+        insort(rooms, (room - length, home))
+    return bins
+
+
+def spread(lengths: Sequence[int], loads: Sequence[float], token_budget: int, count: int) -> list[list[int]] | None:
+    """Divides sequences into exactly `count` micro-batches of about equal load; None where some sequence has no room.
+
+    Longest first, each sequence goes into the lightest micro-batch that has room. `loads` has a load for each sequence.
+    """
+    bins: list[list[int]] = [[] for _ in range(count)]
+    open_bins = [(0.0, home, token_budget) for home in range(count)]  # lightest first: (load, micro-batch, room)
+    short_bins: list[tuple[int, float, int]] = []  # micro-batches too full for the current length, most room first
+    for index in longest_first(lengths):
+        length = lengths[index]
+        while short_bins and -short_bins[0][0] >= length:
+            room, load, home = heapq.heappop(short_bins)
+            heapq.heappush(open_bins, (load, home, -room))
+        while open_bins and open_bins[0][2] < length:
+            load, home, room = heapq.heappop(open_bins)
+            heapq.heappush(short_bins, (-room, load, home))
+        if not open_bins:
+            return None
+        load, home, room = open_bins[0]
+        heapq.heapreplace(open_bins, (load + loads[index], home, room - length))
+        bins[home].append(index)
+    return bins
+
+
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    """Indices of the sequences by descending length; equal lengths in their order."""
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+
+
+class _Part(NamedTuple):
+    """Some items and their sum. Parts sort heaviest first and equal sums by first item, so results are repeatable."""
+
+    negative_sum: float
+    first: int
+    items: list[int]
+
+
+_Partial = tuple[float, int, list[_Part]]
+"""A partition of some of the items: the negated difference of its heaviest and lightest part, its first item, which
+is unique, and its nonempty parts, heaviest first. The heap yields the partition whose parts differ most.
+"""
+
+
+def partition(costs: Sequence[float], count: int) -> list[list[int]]:
+    """Divides `costs`, which must not be negative, into `count` lists of indices with nearly equal sums. Deterministic.
+
+    This is the largest differencing method: the two partial partitions whose parts differ most are merged, the heaviest
+    part of one with the lightest part of the other, until one partition is left.
+    """
+    return _joined([[_Part(-costs[index], index, [index])] for index in range(len(costs))], count)
+
+
+def equal_partition(costs: Sequence[float], count: int) -> list[list[int]]:
+    """Like `partition`, but with the same number of items in each part. Raises ValueError if that is impossible.
+
+    Items are taken in blocks of `count` items of similar cost, one for each part. So the k-th heaviest items of all
+    parts are similar too, and a part with an outlier can be relieved only by the differences within the other blocks.
+    """
+    if len(costs) % count:
+        raise ValueError(f"{len(costs)} items do not divide into {count} parts of equal count.")
+    items = sorted(_Part(-cost, index, [index]) for index, cost in enumerate(costs))
+    return _joined([items[start : start + count] for start in range(0, len(items), count)], count)
+
+
+def _joined(groups: list[list[_Part]], count: int) -> list[list[int]]:
+    heap = [_partial(parts, count) for parts in groups]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        unmatched = count - len(second)  # the parts of `first` that meet an empty part of `second`
+        parts = first[:unmatched] + [_merged(*pair) for pair in zip(first[unmatched:], reversed(second), strict=False)]
+        parts += second[: count - len(first)]
+        heapq.heappush(heap, _partial(sorted(parts), count))
+    items = [part.items for part in heap[0][2]] if heap else []
+    return items + [[] for _ in range(count - len(items))]
+
+
+def _merged(one: _Part, other: _Part) -> _Part:
+    return _Part(one.negative_sum + other.negative_sum, min(one.first, other.first), one.items + other.items)
+
+
+def _partial(parts: list[_Part], count: int) -> _Partial:
+    lightest = parts[-1].negative_sum if len(parts) == count else 0.0
+    return parts[0].negative_sum - lightest, parts[0].first, parts
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """Figures of a plan. Except for `microbatches`, all are 0 for a plan without waste and with equal ranks."""
+
+    microbatches: int
+    """Number of micro-batches of each rank."""
+    waste: float
+    """Part of the token budget of all micro-batches that holds no token, from 0 to 1."""
+    excess_microbatches: int
+    """Micro-batches of each rank beyond the number needed if sequences could be cut anywhere."""
+    imbalance: float
+    """Cost of the costliest rank over the mean cost of the ranks, minus 1."""
+    lockstep_imbalance: float
+    """Sum over the micro-batches of the costliest rank's cost, over the mean cost of the ranks, minus 1: the imbalance
+    where all ranks wait for each other in each micro-batch."""
+
+
+def report(plan: Plan, lengths: Sequence[int], *, token_budget: int, cost: SequenceCost) -> PlanReport:
+    """The figures of `plan`. A rank with fewer micro-batches than others is counted as waiting for them."""
+    count = max(map(len, plan))
+    capacity = len(plan) * token_budget
+    loads = [[cost.total(lengths[index] for index in members) for members in bins] for bins in plan]
+    padded = [row + [0.0] * (count - len(row)) for row in loads]
+    mean = sum(map(sum, loads)) / len(plan)
+    return PlanReport(
+        microbatches=count,
+        waste=1 - sum(lengths) / (count * capacity),
+        excess_microbatches=count - max(1, -(-sum(lengths) // capacity)),
+        imbalance=max(map(sum, loads)) / mean - 1,
+        lockstep_imbalance=sum(map(max, zip(*padded, strict=True))) / mean - 1,
+    )
+
+
+def unplanned(lengths: Sequence[int], *, ranks: int, token_budget: int) -> Plan:
+    """A simple division to compare with: equal shares of the sequences in their order, cut where the budget is full."""
+    plan: Plan = []
+    for rank in range(ranks):
+        bins: list[list[int]] = [[]]
+        room = token_budget
+        for index in range(rank * len(lengths) // ranks, (rank + 1) * len(lengths) // ranks):
+            if lengths[index] > room and bins[-1]:
+                bins.append([])
+                room = token_budget
+            bins[-1].append(index)
+            room -= lengths[index]
+        plan.append(bins)
+    return plan
+
+
+def compared(
+    lengths: Sequence[int], *, ranks: int, token_budget: int, cost: SequenceCost
+) -> tuple[PlanReport, PlanReport]:
+    """The reports of `plan_microbatches` and of `unplanned` for the same sequences."""
+    planned = plan_microbatches(lengths, ranks=ranks, token_budget=token_budget, cost=cost)
+    plain = unplanned(lengths, ranks=ranks, token_budget=token_budget)
+    return (
+        report(planned, lengths, token_budget=token_budget, cost=cost),
+        report(plain, lengths, token_budget=token_budget, cost=cost),
+    )
+
+
+def lognormal_lengths(count: int, *, mean: float, longest: int, seed: int, sigma: float = 1.0) -> list[int]:
+    """Lengths similar to those of reasoning answers: lognormal with this mean, at most `longest`."""
+    draw = random.Random(seed)
+    centre = math.log(mean) - sigma * sigma / 2
+    return [min(longest, max(1, round(draw.lognormvariate(centre, sigma)))) for _ in range(count)]

@@ -5,7 +5,6 @@ import itertools
 import torch
 from torch import Tensor
 
-from millrace.batching.filters import overlong_penalty
 from millrace.rl.formulas.divergence import kl, penalised
 from millrace.spec import JobSpec
 from services.trainer.step.batch import RankBatch
@@ -38,3 +37,17 @@ def _overlong(spec: JobSpec, length: int) -> float:
     return overlong_penalty(
         length, limit=limit, buffer=algorithm.overlong_buffer_tokens, penalty=algorithm.overlong_penalty
     )
+
+
+def overlong_penalty(length: int, *, limit: int, buffer: int, penalty: float = 1.0) -> float:
+    """The summand to the reward of an answer of `length` tokens: 0 up to limit − buffer, then falling linearly.
+
+    It is ((limit − buffer) − length) / buffer · penalty (equation 13 of DAPO, arXiv 2503.14476), but at least −penalty.
+    With `buffer` 0 there is no penalty up to `limit`. Raises ValueError for a buffer outside 0 to `limit`.
+    """
+    if buffer < 0 or buffer > limit:
+        raise ValueError(f"buffer = {buffer}: it has to be from 0 to the limit, {limit} tokens.")
+    beyond = length - (limit - buffer)
+    if beyond <= 0:
+        return 0.0
+    return -penalty * min(beyond / buffer, 1.0) if buffer else -penalty

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.step.balance import equal_partition, partition
+from services.trainer.step.planning import equal_partition, partition
 
 costs_lists = st.lists(st.floats(0, 1e6), max_size=30)
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.step.packing import pack, spread
+from services.trainer.step.planning import pack, spread
 
 BUDGET = 12
 

@@ -1,4 +1,4 @@
-"""Which groups are worth a step, and DAPO's punishment of answers that are about too long (arXiv 2503.14476)."""
+"""Which rewards are equal, and which groups are therefore not worth a step (DAPO, arXiv 2503.14476)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,17 +29,3 @@ def without_signal(rewards: Sequence[float]) -> Drop | None:
     if not all_equal(rewards):
         return None
     return Drop(DropReason.NO_SIGNAL, f"all {len(rewards)} rewards are {max(rewards):g}")
-
-
-def overlong_penalty(length: int, *, limit: int, buffer: int, penalty: float = 1.0) -> float:
-    """The summand to the reward of an answer of `length` tokens: 0 up to limit − buffer, then falling linearly.
-
-    It is ((limit − buffer) − length) / buffer · penalty (equation 13 of DAPO, arXiv 2503.14476), but at least −penalty.
-    With `buffer` 0 there is no penalty up to `limit`. Raises ValueError for a buffer outside 0 to `limit`.
-    """
-    if buffer < 0 or buffer > limit:
-        raise ValueError(f"buffer = {buffer}: it has to be from 0 to the limit, {limit} tokens.")
-    beyond = length - (limit - buffer)
-    if beyond <= 0:
-        return 0.0
-    return -penalty * min(beyond / buffer, 1.0) if buffer else -penalty

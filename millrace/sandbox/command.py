@@ -1,6 +1,6 @@
 """Runs a program of a user inside a sandbox, with this process's standard input and output.
 
-`python -m services.rollout.user_process.sandboxed_command SETUP PROGRAM ARGUMENT...`, where SETUP is the JSON of `Limits`. The folders of the
+`python -m millrace.sandbox.command SETUP PROGRAM ARGUMENT...`, where SETUP is the JSON of `Limits`. The folders of the
 program and of the files that are named as arguments can be seen inside. The sandbox ends with this process, and this
 process with the one that started it. Where a boundary is required that the machine does not give, the program is not
 started and the exit status is UNCONTAINED.
@@ -43,7 +43,7 @@ def sandboxed(command: Sequence[str], limits: Limits) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "services.rollout.user_process.sandboxed_command",
+        "millrace.sandbox.command",
         json.dumps(asdict(limits)),
         *command,
     ]
