@@ -27,9 +27,9 @@ ORDER = {
         spec
         events trackers version
         backends engines environments rest wire
-        descriptors rewards rl telemetry trajectories weights
-        batching contracts sandbox software validation
-        drops errors extras garbage ids rank_groups
+        descriptors rewards rl telemetry weights
+        contracts equal_rewards sandbox software validation
+        drops errors extras garbage ids rank_groups sequence_cost
     """,
     "services.coordinator": """
         __main__

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from millrace.admission import submission
-from services.coordinator.jobs.changes import applied, gives_token_budget
 from millrace.admission.output import left_checkpoints, with_output
 from millrace.errors import InvalidJob, InvalidState, Mistake, wrong_value
 from millrace.events import JobWaiting

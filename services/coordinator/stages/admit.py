@@ -2,12 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from millrace import events
-from millrace.equal_rewards import without_signal
 from millrace.drops import DropReason
+from millrace.equal_rewards import without_signal
 from millrace.errors import InvalidState
 from millrace.ids import PromptId
 from millrace.telemetry.spans.kinds import SpanKind

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import torch
 
 from millrace.errors import PublicationFailed
-from services.rollout.weights.in_worker.loader_copies import LoaderCopies, record_copies
 from millrace.weights.loader.misfits import loader_refused, parameters_unwritten
 from millrace.weights.plans.coverage import covered_elements
 from millrace.weights.plans.manifest import Content
