@@ -28,7 +28,11 @@ and `rollout.max_response_tokens` together, has at most `original_max_position_e
 
 The tables have every causal language model of transformers by its `model_type`, with the default entries of its
 config; other entries may decide otherwise. Each accepted one was also compared with the transformers engine, which
-decodes with a cache: log-probabilities of tokens that follow prompts of several lengths are within 0.0001 nats."""
+decodes with a cache: log-probabilities of tokens that follow prompts of several lengths are within 0.0001 nats.
+
+With vLLM 0.32 on the CPU, in float32, `cohere`, `gemma3_text`, `glm4`, `granite`, `llama` and `mistral` were compared
+in the same way: within 0.00002 nats. `cohere2` was not equal: vLLM's windows have one token more than transformers',
+which changes the log-probabilities of texts that are longer than `sliding_window`."""
 
 
 def page() -> str:
