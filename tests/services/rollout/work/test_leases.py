@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from millrace.contracts.methods import RolloutRpc
 from millrace.contracts.v1 import common_pb2, rollout_pb2, work_pb2
@@ -236,7 +237,9 @@ def test_leases_of_another_job_are_given_back(tied_model: Path) -> None:
             await until(lambda: stack.coordinator.released == ["lease-0"])
             assert stack.coordinator.answered == 0
 
-    asyncio.run(scenario())
+    with capture_logs() as logged:
+        asyncio.run(scenario())
+    assert [each["log_level"] for each in logged if each["event"] == "lease returned"] == ["info"]
 
 
 def test_configuring_another_job_gives_leases_back_and_keeps_the_engine(tied_model: Path) -> None:
