@@ -9,7 +9,8 @@ import pytest
 from millrace.admission import choices
 from millrace.backends.megatron import parse
 from millrace.megatron.architectures import read_shape
-from millrace.megatron.rules import broken_rules
+from millrace.megatron.rules import broken_rules, check_adapter
+from millrace.megatron.weights import TRANSFORMER_ENGINE
 from millrace.memory.ledger import peak
 from millrace.memory.prediction import predict, predict_replica
 from millrace.memory.shape import decoder_shape
@@ -60,6 +61,9 @@ QWEN2_72B = {
 MODELS = {
     "qwen2.5-72b-lora": QWEN2_72B,
     "qwen3-8b": QWEN3_8B,
+    "qwen3-8b-lora": QWEN3_8B,
+    "qwen3-8b-lora-from-adapter": QWEN3_8B,
+    "qwen3-30b-a3b-lora": configs.QWEN3_30B_A3B,
     "qwen3-30b-a3b": configs.QWEN3_30B_A3B,
     "qwen3-235b-a22b": QWEN3_235B_A22B,
     "deepseek-v3": configs.DEEPSEEK_V3,
@@ -107,6 +111,7 @@ def test_a_ready_job_is_valid_and_fits_its_cluster(file: Path, tmp_path: Path) -
         options = parse(spec.trainer.backend_options)
         shape = read_shape(model_folder(spec, tmp_path))
         assert broken_rules(options, shape, trainer_gpus, cuda=True) == []
+        assert spec.model.lora is None or check_adapter(spec.model.lora, options, shape, TRANSFORMER_ENGINE)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
