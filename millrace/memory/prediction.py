@@ -8,7 +8,7 @@ from millrace.engines import ENGINES
 from millrace.errors import InvalidState
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.memory.ledger import Ledger, Part, Prediction
-from millrace.memory.staging import element_bytes, published_bytes, receiver_bytes
+from millrace.memory.staging import element_bytes, published_bytes, receiver_bytes, receiver_host_bytes
 from millrace.spec import JobSpec
 
 WORKING = 2e9
@@ -66,7 +66,8 @@ def predict_replica(spec: JobSpec, shape: ModelShape, engine: str, gpu_bytes: fl
         Part.KV_CACHE: cache,
         Part.STAGING: staging,
     }
-    return ReplicaPrediction(engine, workers, Ledger(device), int(cache / cache_bytes_per_token(spec, shape, workers)))
+    ledger = Ledger(device, {Part.STAGING: receiver_host_bytes(spec, shape)})
+    return ReplicaPrediction(engine, workers, ledger, int(cache / cache_bytes_per_token(spec, shape, workers)))
 
 
 def cache_bytes_per_token(spec: JobSpec, shape: ModelShape, workers: int = 1) -> float:

@@ -52,6 +52,14 @@ def _each_time(spec: JobSpec, shape: ModelShape) -> float:
 
 
 def receiver_bytes(spec: JobSpec, shape: ModelShape, workers: int) -> float:
-    """On one of a replica's `workers`: a whole version in spare memory, or the messages of the rounds in flight."""
+    """On one of a replica's `workers`: a whole version in spare memory, or the messages of the rounds in flight. Whole
+    tensors come into host memory, and to the device one at a time."""
+    if spec.publication.path == "gather_broadcast":
+        return float(element_bytes(spec.rollout.dtype) * shape.vocabulary * shape.hidden)
     whole = _each_time(spec, shape) / workers
     return min(ROUNDS * MESSAGE_BYTES, whole) if spec.publication.commit == "inplace" else whole
+
+
+def receiver_host_bytes(spec: JobSpec, shape: ModelShape) -> float:
+    """In host memory of each of a replica's workers: every tensor whole, where tensors are gathered and broadcast."""
+    return published_bytes(spec, shape) if spec.publication.path == "gather_broadcast" else 0.0

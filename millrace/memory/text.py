@@ -95,6 +95,8 @@ def replica_lines(replica: ReplicaPrediction, gpu_bytes: float) -> Iterator[str]
     for part, size in replica.ledger.largest_first():
         tokens = f" ({replica.cached_tokens:,} tokens)" if part is Part.KV_CACHE else ""
         yield f"  {PARTS[part]:32}{gib(size):>12}{tokens}"
+    if host := sum(replica.ledger.host.values()):
+        yield f"  {'in host memory':32}{gib(host):>12}"
     has_cache = replica.cached_tokens or not ENGINES[replica.engine].memory_option
     verdict = "fits" if replica.ledger.total <= gpu_bytes and has_cache else "does not fit"
     yield f"  {verdict}: {gib(replica.ledger.total)} of {gib(gpu_bytes)}"

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 
 from benchmarks.frozen_head import frozen_head_gradient
+from millrace.bench.shapes import shape_of
 from millrace.errors import InvalidJob, InvalidState
 from millrace.memory.ledger import GB, Part, Phase, peak
 from millrace.memory.prediction import cache_bytes_per_token, predict, predict_replica
+from millrace.memory.staging import published_bytes
+from millrace.memory.text import replica_lines
 from tests.memory.jobs import cut, job
 
 GIB = 1.073741824
@@ -265,3 +268,14 @@ def test_changes_alone_need_host_memory_for_what_was_sent(backend: str) -> None:
         asked = spec.model_copy(update={"publication": publication})
         host[path] = sum(predict(asked, cut("qwen3-8b", 36), 8)[Phase.PUBLICATION].host.values())
     assert host["sharded"] == 0 and host["delta"] == pytest.approx(2 * 8.19e9 / 8, rel=0.01)
+
+
+def test_whole_tensors_are_counted_in_the_host_memory_of_each_worker() -> None:
+    spec, shape = job(rollout={"engine_options": {"tensor_parallel_size": 2}}), shape_of("qwen3-8b")
+    by_shards = predict_replica(spec, shape, "vllm", 80e9).ledger
+    whole = spec.model_copy(update={"publication": spec.publication.model_copy(update={"path": "gather_broadcast"})})
+    gathered = predict_replica(whole, shape, "vllm", 80e9)
+    assert sum(by_shards.host.values()) == 0
+    assert gathered.ledger.host[Part.STAGING] == published_bytes(spec, shape)
+    assert gathered.ledger.device[Part.STAGING] < by_shards.device[Part.STAGING]
+    assert any(line.startswith("  in host memory") for line in replica_lines(gathered, 80e9))
