@@ -201,7 +201,7 @@ def _pinned(name: HubName, field: str) -> HubName:
             return replace(name, revision=_cached_commit(name))
         info = HfApi().repo_info(name.repository, repo_type=name.kind, revision=name.revision, timeout=ANSWER_S)
     except _failures() as error:
-        raise _told(error, name, field) from error
+        raise _as_millrace_error(error, name, field) from error
     files = [found.rfilename for found in getattr(info, "siblings", None) or ()]
     if name.file is None and not any(fnmatch(file, pattern) for file in files for pattern in WEIGHTS):
         reason = f"the model has no weights in {' or '.join(WEIGHTS)}"
@@ -249,7 +249,7 @@ def _matching(name: HubName, field: str) -> list[HubName]:
         else:
             files = HfApi().list_repo_files(name.repository, repo_type=name.kind, revision=name.revision)
     except _failures() as error:
-        raise _told(error, name, field) from error
+        raise _as_millrace_error(error, name, field) from error
     return [replace(name, file=file) for file in sorted(files) if fnmatch(file, pattern)]
 
 
@@ -289,7 +289,7 @@ def _downloaded(name: HubName, field: str, weights: bool) -> str:
                 tqdm_class=_logged_progress(),
             )
     except _failures() as error:
-        raise _told(error, name, field) from error
+        raise _as_millrace_error(error, name, field) from error
     log.info("in the cache", name=str(name), path=str(path), seconds=round(time.monotonic() - began, 1))
     return str(path)
 
@@ -324,7 +324,7 @@ def _failures() -> tuple[type[Exception], ...]:
     return (OSError, base, *named)
 
 
-def _told(error: Exception, name: HubName, field: str) -> MillraceError:
+def _as_millrace_error(error: Exception, name: HubName, field: str) -> MillraceError:
     """The error that a user reads for one of `huggingface_hub`."""
     from huggingface_hub import errors
 

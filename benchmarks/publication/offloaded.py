@@ -140,7 +140,7 @@ class Trainer:
 
     def prepare(self, request: bytes) -> bytes:
         asked = pb.PrepareSendRequest.FromString(request)
-        return self._sender.prepare(asked, self._backend, Version(asked.publication.version)).SerializeToString()
+        return self._sender.prepare_send(asked, self._backend, Version(asked.publication.version)).SerializeToString()
 
     def transfer(self, ref: bytes) -> tuple[bytes, dict[str, float]]:
         request = pb.TransferSendRequest(publication=weights_pb2.PublicationRef.FromString(ref))

@@ -51,7 +51,7 @@ def details(summary: str, *parts: Part) -> Element:
 
 
 def document(title: str, style: str, body: Sequence[Part]) -> str:
-    """A whole page. It may load nothing and run nothing: the browser is told so too."""
+    """A whole page. A Content-Security-Policy forbids scripts and external resources."""
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     head = element(
         "head",

@@ -89,7 +89,7 @@ def _installed() -> list[Path]:
 
 
 def _loaded_packages() -> list[Path]:
-    """The packages beside `millrace` that are loaded already. Their folder may be a whole checkout."""
+    """Imported packages that share millrace's parent folder. Listed singly: that folder may be a whole repository."""
     home = _home_of_millrace()
     names = {name.partition(".")[0] for name in sys.modules}
     return [home / name for name in sorted(names) if (home / name).is_dir()]

@@ -65,9 +65,9 @@ class Gpus:
     def _reading(self, number: str, handle: Any) -> GpuReading:
         nvml = self._nvml
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        rates = self._told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-        power_mw = self._told(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
-        temperature = self._told(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+        rates = self._ask_device(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        power_mw = self._ask_device(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        temperature = self._ask_device(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
         return GpuReading(
             gpu=number,
             used_bytes=int(memory.used),
@@ -77,7 +77,7 @@ class Gpus:
             temperature_c=None if temperature is None else float(temperature),
         )
 
-    def _told(self, ask: Callable[[], Answer]) -> Answer | None:
+    def _ask_device(self, ask: Callable[[], Answer]) -> Answer | None:
         """The answer; None where this kind of GPU has none."""
         try:
             return ask()

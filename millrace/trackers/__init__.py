@@ -75,7 +75,7 @@ def check_trackers(names: Sequence[str]) -> None:
             package = entry.distribution or entry.package
             raise InvalidJob(
                 f"tracking.trackers: {name!r} needs the package {package}, which the coordinator does not have.",
-                f"install it beside the coordinator (`uv pip install {package}`), or leave the tracker out.",
+                f"install it on the coordinator's host (`uv pip install {package}`), or leave the tracker out.",
             )
 
 

@@ -32,7 +32,7 @@ from services.coordinator.rest.app import application
 from services.coordinator.servicers import FleetServicer, WorkServicer, servicers
 from services.coordinator.stages.run import Components
 from services.coordinator.state.bell import Bell
-from services.coordinator.state.waiting import Turn
+from services.coordinator.state.waiting import CurrentJob
 from services.coordinator.store import Store
 from services.coordinator.work.deaths import DeathWatch
 from services.coordinator.work.queue import Queue
@@ -90,7 +90,7 @@ class Coordinator:
         fleet = Fleet(store, self._settings.patience)
         await store.take_over()
         await fleet.load()
-        turn = Turn()
+        turn = CurrentJob()
         DeathWatch(store, fleet, turn, events)  # before the queue, whose bell has the job's loop look at the deaths
         trainer, queue = Trainer(fleet), Queue(store, fleet, events, prometheus)
         spans = SpanStore(store, prometheus, queue.place)

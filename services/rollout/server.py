@@ -48,7 +48,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     ) -> rollout_pb2.PrepareReceiveResponse:
         receiver = self._replica.receiver(request.publication.job_id)
         with span(SpanKind.PREPARE):
-            agreed = await self._to_its_end(receiver.prepare(request))
+            agreed = await self._to_its_end(receiver.agree_on_plan(request))
         return rollout_pb2.PrepareReceiveResponse(
             plan_hash=agreed.plan_hash, begun=agreed.begun, lacks_base=agreed.lacks_base
         )
@@ -90,7 +90,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self, request: trainer_pb2.PrepareSendRequest, context: Context
     ) -> trainer_pb2.PrepareSendResponse:
         copies = self._replica.receiver(request.publication.job_id).copies
-        return await self._to_its_end(copies.prepare(request))
+        return await self._to_its_end(copies.prepare_copy(request))
 
     async def TransferCopy(
         self, request: trainer_pb2.TransferSendRequest, context: Context

@@ -83,7 +83,7 @@ class PublicationSession:
         failed = error if isinstance(error, PublicationFailed | OutOfMemory) else None
         if not isinstance(error, PublicationFailed | OutOfMemory | RuntimeError | ValueError):
             log.error("a transfer ended with an error that nobody expects", exc_info=error)
-        reason = f"rank {rank}: {failed.what if failed else _told(error)}"
+        reason = f"rank {rank}: {failed.what if failed else _message(error)}"
         first = self._failure
         self.fail(reason, tell_others=first is None)
         self.leave()
@@ -130,6 +130,6 @@ class PublicationSession:
             raise failure
 
 
-def _told(error: Exception) -> str:
-    """The message of an error of the network or of memory; of one that nobody expects its type as well."""
+def _message(error: Exception) -> str:
+    """Returns the error's message. Unexpected errors also include their type."""
     return str(error) if isinstance(error, RuntimeError | ValueError) else repr(error)

@@ -23,7 +23,7 @@ from services.coordinator.jobs.changes import applied, gives_token_budget
 from services.coordinator.observe.events import Events
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.job import ACTIVE, ENDED, JobRecord, Wanted, refusal
-from services.coordinator.state.waiting import Turn
+from services.coordinator.state.waiting import CurrentJob
 from services.coordinator.store import Store
 
 RUNS = [JobState.STARTING, JobState.RUNNING]
@@ -32,7 +32,7 @@ RUNS = [JobState.STARTING, JobState.RUNNING]
 class Control:
     """Changes what the store holds of a job, and wakes the job's loop, which carries the change out."""
 
-    def __init__(self, store: Store, events: Events, bell: Bell, turn: Turn) -> None:
+    def __init__(self, store: Store, events: Events, bell: Bell, turn: CurrentJob) -> None:
         self._store = store
         self._events = events
         self._bell = bell
@@ -41,8 +41,8 @@ class Control:
         """Held while the output folder of a job is compared with those of all others, until the job is queued."""
 
     async def submit(self, tree: Any, idempotency_key: str) -> tuple[JobRecord, bool]:
-        """Checks a job spec, given as plain mappings, and queues the job. Returns the job, and whether it is new: an
-        `idempotency_key` that was used before stands for the job of then.
+        """Checks a job spec, given as plain mappings, and queues the job. Returns the job, and whether it is new: a
+        reused `idempotency_key` returns the earlier job.
 
         An `output` folder belongs to one job, so that no job replaces the checkpoints of another.
 

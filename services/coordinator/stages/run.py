@@ -27,7 +27,7 @@ from services.coordinator.state.bell import Bell, waited
 from services.coordinator.state.deaths import Deaths
 from services.coordinator.state.job import JobRecord, Wanted
 from services.coordinator.state.member import Weights
-from services.coordinator.state.waiting import Turn
+from services.coordinator.state.waiting import CurrentJob
 from services.coordinator.store import Store
 from services.coordinator.work.queue import LeaseTerms, Queue, RunningJob
 
@@ -48,7 +48,7 @@ class Components:
     queue: Queue
     publisher: Publisher
     events: Events
-    turn: Turn
+    turn: CurrentJob
     prometheus: PrometheusMetrics
     spans: SpanStore
     control: Bell

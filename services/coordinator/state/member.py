@@ -116,7 +116,7 @@ class Member:
     heard_at: float = 0.0
     """The last sign of life other than a heartbeat: a request or an answer."""
     lost_after_s: float = 0.0
-    """Silence after which it is lost, by the interval of heartbeats that it was told last."""
+    """Seconds without a heartbeat before the member counts as lost. Follows the interval last sent to it."""
     probed_at: float = 0.0
     """When its address was tried last, because it was silent."""
     configuring: bool = False

@@ -8,7 +8,7 @@ from services.coordinator.state.job import ENDED, JobRecord
 from services.coordinator.state.member import Member
 
 
-class Turn:
+class CurrentJob:
     """The job whose turn it is: the one that runs, or the first in the queue."""
 
     job: JobRecord | None = None

@@ -9,7 +9,7 @@ from services.coordinator.observe.events import Events
 from services.coordinator.state.deaths import PLACE_BUDGET
 from services.coordinator.state.job import ACTIVE, JobRecord
 from services.coordinator.state.member import Member
-from services.coordinator.state.waiting import Turn
+from services.coordinator.state.waiting import CurrentJob
 from services.coordinator.store import Store
 
 TOLD = 500
@@ -19,7 +19,7 @@ TOLD = 500
 class DeathWatch:
     """Hears of every member that is gone, and of the last words that its next life brings."""
 
-    def __init__(self, store: Store, fleet: Fleet, turn: Turn, events: Events) -> None:
+    def __init__(self, store: Store, fleet: Fleet, turn: CurrentJob, events: Events) -> None:
         self._store = store
         self._turn = turn
         self._events = events

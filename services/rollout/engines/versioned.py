@@ -187,7 +187,7 @@ class VersionedEngine(ABC):
         """The checksum of each parameter by name, for every worker: to compare what engines hold."""
         return await self._ask(WorkerMethods.checksums)
 
-    async def prepare(self, request: TransferRequest) -> None:
+    async def prepare_receive(self, request: TransferRequest) -> None:
         """See `EngineWeights`."""
         if self.half_written:
             await self.abort_receive()  # otherwise the workers forget an unfinished transfer by themselves

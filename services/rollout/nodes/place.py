@@ -39,7 +39,7 @@ NodeLostOption = Annotated[
         envvar="MILLRACE_NODE_LOST_S",
         min=1.0,
         max=600.0,
-        help="Silence after which the nodes count each other as lost, seconds. What node 0 was given holds.",
+        help="Seconds of silence before the nodes count each other as lost. Node 0 decides for all.",
     ),
 ]
 NODE_LOST_S = 10.0

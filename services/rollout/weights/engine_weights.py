@@ -86,7 +86,7 @@ class EngineWeights(Protocol):
     async def hosts(self) -> Sequence[str]:
         """The name of each worker's host."""
 
-    async def prepare(self, request: TransferRequest) -> None:
+    async def prepare_receive(self, request: TransferRequest) -> None:
         """Checks a coming version against the engine and makes memory ready for it. Raises PublicationFailed if it
         does not fit."""
 

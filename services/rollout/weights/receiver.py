@@ -94,7 +94,7 @@ class PublicationReceiver:
         self._deadline: asyncio.TimerHandle | None = None
         self._expiry: asyncio.Task[None] | None = None
 
-    async def prepare(self, request: rollout_pb2.PrepareReceiveRequest) -> Agreed:
+    async def agree_on_plan(self, request: rollout_pb2.PrepareReceiveRequest) -> Agreed:
         """Checks manifest and plan. Also starts to receive, if the request asks for it and an abort would cost
         nothing, since generation goes on. Raises Fenced, InvalidState and PublicationFailed if the publication is
         refused."""
@@ -139,7 +139,7 @@ class PublicationReceiver:
             base = "" if lacks_base else transfer.base
             transfer = replace(transfer, plan_hash=messages.plan_hash, base=base)
             self._known_plan = transfer.known_plan
-            await self._engine.prepare(transfer)
+            await self._engine.prepare_receive(transfer)
             if self._closed or self._cancelled == publication:
                 await self._engine.abort_receive()
                 raise PublicationFailed(f"publication {publication.key} was aborted while it was prepared.")
@@ -273,7 +273,7 @@ class PublicationReceiver:
             self._placed(self._prepared.request.manifest.content, None)
 
     def _placed(self, content: Content, publication: PublicationId | None) -> None:
-        """From now on `publication` is in place; None: parts of two versions are. An adapter leaves its base as it
+        """Records what is in place. None means a half-written mix of two versions. An adapter leaves its base as it
         is; whatever else is written leaves nothing of what was there."""
         if content is Content.ADAPTER:
             self._in_place.pop(content, None)

@@ -83,7 +83,7 @@ class SiblingCopies:
             gpu=self._engine.device != "cpu",
         )
 
-    async def prepare(self, request: trainer_pb2.PrepareSendRequest) -> trainer_pb2.PrepareSendResponse:
+    async def prepare_copy(self, request: trainer_pb2.PrepareSendRequest) -> trainer_pb2.PrepareSendResponse:
         """Plan and rendezvous. Raises Fenced for another version than the one that is served."""
         publication, began = PublicationId.from_proto(request.publication), time.perf_counter()
         async with self._turn:

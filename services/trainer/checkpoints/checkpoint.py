@@ -74,7 +74,7 @@ class PendingCheckpoint:
         shutil.rmtree(self._partial, ignore_errors=True)
 
 
-def prepare(
+def copy_for_saving(
     path: str,
     backend: Backend,
     *,

@@ -21,7 +21,7 @@ from services.trainer.ranks import collectives
 
 
 @contextmanager
-def told_at(work: str, phase: Phase, spec: JobSpec, rank: int, ranks: int) -> Iterator[None]:
+def report_out_of_memory(work: str, phase: Phase, spec: JobSpec, rank: int, ranks: int) -> Iterator[None]:
     """Raises OutOfMemory, with the predicted parts, where there is no memory left outside of a step."""
     failed = False
     try:
@@ -29,13 +29,13 @@ def told_at(work: str, phase: Phase, spec: JobSpec, rank: int, ranks: int) -> It
     except torch.OutOfMemoryError:
         failed = True
     if failed:
-        raise OutOfMemory(*_said(f"rank {rank} ran out of memory", work, phase, spec, ranks))
+        raise OutOfMemory(*_message_and_fix(f"rank {rank} ran out of memory", work, phase, spec, ranks))
 
 
 @contextmanager
 def as_error() -> Iterator[None]:
-    """Raises OutOfMemory in place of torch's error, for `fail_together`: it says which rank, and `told_by_all` the
-    rest. The tensors of what failed are freed before."""
+    """Raises OutOfMemory in place of torch's error, for `fail_together`. It names the rank;
+    `report_out_of_memory_on_all_ranks` adds the rest. The tensors of what failed are freed before."""
     failed = False
     try:
         yield
@@ -46,7 +46,9 @@ def as_error() -> Iterator[None]:
 
 
 @contextmanager
-def told_by_all(work: str, phase: Phase, spec: JobSpec, device: torch.device, ranks: int) -> Iterator[None]:
+def report_out_of_memory_on_all_ranks(
+    work: str, phase: Phase, spec: JobSpec, device: torch.device, ranks: int
+) -> Iterator[None]:
     """Raises PublicationFailed, with the predicted parts, in place of an OutOfMemory that every rank raises: no rank
     waits for another, so the trainer goes on."""
     who = ""
@@ -56,10 +58,10 @@ def told_by_all(work: str, phase: Phase, spec: JobSpec, device: torch.device, ra
         who = error.what
     if who:
         free_unreachable(device)
-        raise PublicationFailed(*_said(who, work, phase, spec, ranks))
+        raise PublicationFailed(*_message_and_fix(who, work, phase, spec, ranks))
 
 
-def _said(who: str, work: str, phase: Phase, spec: JobSpec, ranks: int) -> tuple[str, str]:
+def _message_and_fix(who: str, work: str, phase: Phase, spec: JobSpec, ranks: int) -> tuple[str, str]:
     """What is said where there is no memory left outside of a step, and the fix."""
     shape, predicted = None, ""
     try:

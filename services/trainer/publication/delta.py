@@ -43,9 +43,9 @@ class DeltaTransfer(ShardedTransfer):
         self._sent = np.zeros(3, np.int64)
         """Figures of the last transfer: bytes sent, 16-bit words compared, words changed."""
 
-    def prepare(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
+    def prepare_send(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
         """See `ShardedTransfer.prepare`. Raises PublicationFailed where there is no host memory for the snapshot."""
-        answer = super().prepare(request, backend)
+        answer = super().prepare_send(request, backend)
         with collectives.fail_together(), exhausted.as_error():
             self._make_snapshot()
         own = self._kept if self._rank > 0 or self._kept == self._committed else None

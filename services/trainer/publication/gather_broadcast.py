@@ -69,7 +69,7 @@ class GatherBroadcastTransfer:
         prepared = self._prepared
         return prepared.publication if prepared is not None else None
 
-    def prepare(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
+    def prepare_send(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
         """See `OutgoingTransfer`."""
         began = time.monotonic()
         self.close()

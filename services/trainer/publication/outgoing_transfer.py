@@ -23,7 +23,7 @@ class OutgoingTransfer(Protocol):
     def publication(self) -> PublicationId | None:
         """The publication that is prepared; None before `prepare` and after its end."""
 
-    def prepare(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
+    def prepare_send(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
         """Makes the plan and the rendezvous, and the buffers of this rank. Frees what an earlier publication held."""
 
     def transfer(self, request: TransferSendRequest, backend: Backend) -> TransferSendResponse:

@@ -40,7 +40,7 @@ class Sender:
         """What is published, and which boxes of it each rank holds."""
         return sharded.describe(request, backend)
 
-    def prepare(self, request: PrepareSendRequest, backend: Backend, version: Version) -> PrepareSendResponse:
+    def prepare_send(self, request: PrepareSendRequest, backend: Backend, version: Version) -> PrepareSendResponse:
         """Manifest, plan and rendezvous; see `OutgoingTransfer.prepare`. `version` is the one that the trainer holds.
 
         Raises Fenced where the request asks for another version, InvalidState for an unknown path.
@@ -55,7 +55,7 @@ class Sender:
             if other is not chosen:
                 other.close()
         self._current = chosen
-        return chosen.prepare(request, backend)
+        return chosen.prepare_send(request, backend)
 
     def transfer(self, request: TransferSendRequest, backend: Backend, version: Version) -> TransferSendResponse:
         """Sends what was prepared; see `OutgoingTransfer.transfer`. Raises InvalidState where the publication is not

@@ -84,7 +84,7 @@ class ShardedTransfer:
         prepared = self._prepared
         return prepared.publication if prepared is not None else None
 
-    def prepare(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
+    def prepare_send(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
         """See `OutgoingTransfer`. Raises InvalidState where a rank cannot describe its memory in boxes,
         PublicationFailed where it holds other boxes than the publication was planned for, OutOfMemory on every rank
         where one has no memory for its buffers."""

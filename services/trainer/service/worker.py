@@ -85,7 +85,7 @@ class Worker:
             choices.check(spec)
             load_algorithms((kind, choice.name) for kind, choice, _ in choices.chosen(spec.algorithm))
             read_from, self._copies = in_shared_memory(spec)
-        with exhausted.told_at("loading the model", Phase.LOAD, spec, self._world.rank, self._world.size):
+        with exhausted.report_out_of_memory("loading the model", Phase.LOAD, spec, self._world.rank, self._world.size):
             backend = build(read_from, self._world.device)
             coefficient = KlCoefficient(spec.algorithm.kl_coefficient)
             meter = MemoryMeter(spec, backend, self._world.rank, self._world.size)
@@ -129,7 +129,7 @@ class Worker:
 
     def prepare(self, request: pb.PrepareSendRequest) -> pb.PrepareSendResponse:
         with self._publishing("preparing a publication") as job:
-            return self._sender.prepare(request, job.backend, job.version)
+            return self._sender.prepare_send(request, job.backend, job.version)
 
     def transfer(self, request: pb.TransferSendRequest) -> pb.TransferSendResponse:
         with self._publishing("a publication") as job:
@@ -143,7 +143,7 @@ class Worker:
         with collectives.fail_together():
             self._saver.check_free()
         background = job.spec.schedule.save_in_background
-        pending = checkpoint.prepare(
+        pending = checkpoint.copy_for_saving(
             request.path,
             job.backend,
             job_id=job.id,
@@ -165,7 +165,9 @@ class Worker:
 
     def load(self, request: pb.LoadRequest) -> pb.LoadResponse:
         job, self._job = self._loaded(), None  # no job is loaded until the checkpoint is read completely
-        with exhausted.told_at("reading a checkpoint", Phase.LOAD, job.spec, self._world.rank, self._world.size):
+        with exhausted.report_out_of_memory(
+            "reading a checkpoint", Phase.LOAD, job.spec, self._world.rank, self._world.size
+        ):
             self._load_checkpoint(job, request.path)
         self._job = job
         return pb.LoadResponse(version=job.version)
@@ -192,8 +194,8 @@ class Worker:
         rank alone where the others may wait for it."""
         job, ranks = self._loaded(), self._world.size
         with (
-            exhausted.told_at(work, Phase.PUBLICATION, job.spec, self._world.rank, ranks),
-            exhausted.told_by_all(work, Phase.PUBLICATION, job.spec, self._world.device, ranks),
+            exhausted.report_out_of_memory(work, Phase.PUBLICATION, job.spec, self._world.rank, ranks),
+            exhausted.report_out_of_memory_on_all_ranks(work, Phase.PUBLICATION, job.spec, self._world.device, ranks),
         ):
             yield job
 

@@ -48,7 +48,10 @@ async def fetch(
     samples = [_sample(ref, groups[ref.prompt_id], reward_parts) for ref in wanted]
     if teacher_top is None:
         return samples
-    return [_taught(ref, groups[ref.prompt_id], one, teacher_top) for ref, one in zip(wanted, samples, strict=True)]
+    return [
+        _with_teacher_scores(ref, groups[ref.prompt_id], one, teacher_top)
+        for ref, one in zip(wanted, samples, strict=True)
+    ]
 
 
 def _sample(ref: TrajectoryRef, group: common_pb2.Group, reward_parts: Sequence[str]) -> Sample:
@@ -85,7 +88,7 @@ def _sample(ref: TrajectoryRef, group: common_pb2.Group, reward_parts: Sequence[
     return Sample(ref.label, prompt, response, logprobs, reward, parts, greedy, group.engine, experts, versions, turns)
 
 
-def _taught(ref: TrajectoryRef, group: common_pb2.Group, sample: Sample, top: int) -> Sample:
+def _with_teacher_scores(ref: TrajectoryRef, group: common_pb2.Group, sample: Sample, top: int) -> Sample:
     """The sample with the teacher's scores of its sampled tokens."""
     try:
         scores = TokenScores.of(group.trajectories[ref.sample].teacher, ref.sampled_tokens, top)

@@ -47,7 +47,7 @@ class StepResult:
 
 
 @contextmanager
-def _said_what_was_written(updates: Sequence[UpdateResult]) -> Iterator[None]:
+def _report_written_updates(updates: Sequence[UpdateResult]) -> Iterator[None]:
     """Failures of an update say whether earlier `updates` of the step changed the weights."""
     try:
         yield
@@ -92,7 +92,7 @@ def train_step(
         inputs, metrics = make_loss_inputs(spec, batch, scored)
     updates: list[UpdateResult] = []
     for number in range(len(batch.updates)):
-        with _said_what_was_written(updates):
+        with _report_written_updates(updates):
             updates.append(update(spec, backend, batch, number, inputs, request.step, clock))
     train_bt, mask_bt = _of_first_weights(batch, scored, updates[0])
     with span(SpanKind.REPORT), meter.during("report"):

@@ -134,7 +134,7 @@ def encode(base: torch.Tensor, message: torch.Tensor, changed: torch.Tensor) -> 
 def apply(header: Header, encoded: torch.Tensor, message: torch.Tensor) -> None:
     """Makes the base in `message` ([bytes] uint8) the version that was encoded, in place. Not for Coding.WHOLE.
 
-    Damaged bytes make a wrong message, which its checksum shows, and never write beside it. Raises PublicationFailed
+    Corrupt input cannot write out of bounds; the checksum detects it. Raises PublicationFailed
     where they contradict the header.
     """
     words, large = message.view(torch.int16), header.large

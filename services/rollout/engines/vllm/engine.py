@@ -197,7 +197,7 @@ class VllmEngine(VersionedEngine):
         self._replayed: list[int] | None = None
         """Layers whose experts are reported; None if the job does not ask for them."""
         self._others: set[BaseProcess] = set()
-        """Children of this process that are none of vLLM's."""
+        """Child processes that vLLM did not start."""
         self._adapter: AdapterShape | None = None
         """The adapter of every request; None if replicas get whole weights."""
         self._lora_request: Any = None

@@ -20,8 +20,8 @@ DEFAULTS = {
 
 
 def before_start() -> set[BaseProcess]:
-    """Prepares this process for an engine, before vLLM is imported. Returns the children that it has now, which are
-    none of vLLM's."""
+    """Prepares this process for an engine, before vLLM is imported. Returns the children that it has now, which
+    vLLM did not start."""
     own_descendants()
     set_environment()
     take_over_spawn()

@@ -26,7 +26,7 @@ class VllmFollower:
         # The kernel ends a child with the thread that started it: this thread lives as long as this object.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
         self._others: set[BaseProcess] = set()
-        """Children of this process that are none of vLLM's."""
+        """Child processes that vLLM did not start."""
         self._executor: Any = None
         self._building: asyncio.Future[Any] | None = None
         self._ended: asyncio.Future[str] | None = None

@@ -141,7 +141,7 @@ def shut_down(llm: Any, others: Set[BaseProcess]) -> None:
 
 def kill_engine(others: Set[BaseProcess], *, cores: bool = True) -> None:
     """Kills the engine's processes: its workers, and unless told otherwise those that this process has started itself.
-    `others` are children of this process that are none of vLLM's."""
+    `others` are child processes that vLLM did not start."""
     started = [child.pid for child in multiprocessing.active_children() if child not in others and child.pid]
     for process in forked_beside():
         if process.pid not in started:

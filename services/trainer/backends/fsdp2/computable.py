@@ -52,7 +52,7 @@ def check_computable(module: PreTrainedModel, implementation: str, path: str, fi
         raise refused(field, path, f"{kind.__name__} cannot be computed with {FLASH}", ANOTHER)
     proof = prove(kind, config, implementation)
     if not proof.holds:
-        raise refused(field, path, _told(kind, implementation, proof), _fix(kind, config))
+        raise refused(field, path, _refusal(kind, implementation, proof), _fix(kind, config))
 
 
 def _takes_flash(kind: type[PreTrainedModel]) -> bool:
@@ -68,7 +68,7 @@ def _fix(kind: type[PreTrainedModel], config: Any) -> str:
     return f"set trainer.backend_options.attention to {better}, or {ANOTHER}" if better else ANOTHER
 
 
-def _told(kind: type[PreTrainedModel], implementation: str, proof: Proof) -> str:
+def _refusal(kind: type[PreTrainedModel], implementation: str, proof: Proof) -> str:
     """What is wrong, in words."""
     what = f"a tiny {kind.__name__} of this config"
     if proof.failure:

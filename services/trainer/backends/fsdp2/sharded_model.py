@@ -59,7 +59,7 @@ class DeviceAdamW:
         states = [value for state in self._optimizer.state.values() for value in state.values()]
         return [value for value in states if isinstance(value, Tensor)]
 
-    def prepare(self, updates: int) -> None:
+    def reset_moments(self, updates: int) -> None:
         self._optimizer.state.clear()
         for parameter in self._parameters.values() if updates else ():
             self._optimizer.state[parameter] = _no_moments(parameter, updates)
@@ -135,7 +135,7 @@ class ShardedModel:
             self._activations.forget()
         self.zero_gradients()
         if not self.updates:
-            self._optimizer.prepare(0)  # as checkpoints have it: no moments before the first update
+            self._optimizer.reset_moments(0)  # as checkpoints have it: no moments before the first update
 
     def held(self) -> dict[Part, list[Tensor]]:
         trained: list[Tensor] = list(self._trained.values())
@@ -151,7 +151,7 @@ class ShardedModel:
 
     def prepare_state(self, updates: int) -> NamedTensors:
         self.updates = updates
-        self._optimizer.prepare(updates)
+        self._optimizer.reset_moments(updates)
         return self.state()
 
 

@@ -160,7 +160,7 @@ class Case:
         return self.agrees(np.concatenate([sample.logprobs for sample in samples]), np.concatenate(expected))
 
     async def receive(self, sender: Sender | ShardSender) -> ReceiveReport:
-        await self.engine.prepare(sender.request)
+        await self.engine.prepare_receive(sender.request)
         sender.start()
         await self.engine.begin_receive()
         return await self.receive_rest(sender)
@@ -390,7 +390,7 @@ async def _across_a_swap(case: Case, cache_policy: str) -> tuple[Any, Any, list[
     sender = case.sender(new, case.version, hold_after=5)
     sampling = Sampling(max_response_tokens=200)
     flying = asyncio.gather(*(case.engine.generate(LONG_PROMPT, sampling) for _ in range(12)))
-    await case.engine.prepare(sender.request)
+    await case.engine.prepare_receive(sender.request)
     sender.start()
     await case.engine.begin_receive()
     async with asyncio.timeout(60):
@@ -568,7 +568,7 @@ def test_generation_stands_still_only_for_an_inplace_transfer(case: Case, run: R
     async def published() -> list[Completion]:
         before = case.version
         sender = await case.shard_sender(mode, hold_after=2)
-        await case.engine.prepare(sender.request)
+        await case.engine.prepare_receive(sender.request)
         sampling = asyncio.create_task(case.samples(4, PROMPT, max_response_tokens=100, temperature=1.5))
         while case.engine.load().running == 0:  # noqa: ASYNC110 - the engine tells nobody
             await asyncio.sleep(0.01)
@@ -616,13 +616,13 @@ def test_half_a_model_is_never_served_and_a_whole_one_repairs_it(case: Case, run
 def test_manifest_of_another_dtype_is_refused(case: Case, run: Run) -> None:
     tensors = {name: t.half() for name, t in case.tensors(case.random_model(1)).items()}
     with pytest.raises(PublicationFailed, match=r"dtype|float16"):
-        run(case.engine.prepare(Sender(tensors, version=case.version + 1, content=case.content).request))
+        run(case.engine.prepare_receive(Sender(tensors, version=case.version + 1, content=case.content).request))
 
 
 def test_aborted_transfer_is_forgotten(case: Case, run: Run) -> None:
     async def scenario() -> None:
         sender = case.sender(case.random_model(7), case.version + 1, hold_after=3)
-        await case.engine.prepare(sender.request)
+        await case.engine.prepare_receive(sender.request)
         sender.start()
         await case.engine.begin_receive()
         waiting = asyncio.create_task(case.engine.received())
@@ -643,7 +643,7 @@ def test_aborted_transfer_is_forgotten(case: Case, run: Run) -> None:
 def test_nothing_is_sampled_where_no_version_is_in_place(case: Case, run: Run) -> None:
     async def scenario() -> None:
         sender = await case.shard_sender(weights_pb2.COMMIT_MODE_INPLACE, hold_after=2)
-        await case.engine.prepare(sender.request)
+        await case.engine.prepare_receive(sender.request)
         flying = [asyncio.create_task(case.engine.generate(PROMPT, Sampling(200, temperature=2.0))) for _ in range(4)]
         sender.start()
         await case.engine.begin_receive()

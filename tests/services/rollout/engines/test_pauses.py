@@ -222,7 +222,7 @@ class FakeEngine(VersionedEngine):
 def test_workers_paused_after_an_abort_go_on() -> None:
     async def scenario() -> None:
         engine = FakeEngine()
-        await engine.prepare(REQUEST)
+        await engine.prepare_receive(REQUEST)
         beginning = asyncio.create_task(engine.begin_receive())
         await asyncio.sleep(0)
         await engine.abort_receive()
@@ -238,7 +238,7 @@ def test_an_abort_during_a_commit_leaves_workers_paused() -> None:
     async def scenario() -> None:
         engine = FakeEngine()
         engine.may_pause.set()
-        await engine.prepare(REQUEST)
+        await engine.prepare_receive(REQUEST)
         await engine.begin_receive()
         committing = asyncio.create_task(engine.commit(Version(2), "keep"))
         await asyncio.sleep(0.01)
@@ -261,7 +261,7 @@ def test_the_pause_begins_with_the_last_token(shadow: bool, told: bool, monkeypa
 
     async def scenario() -> None:
         engine = FakeEngine()
-        await engine.prepare(REQUEST)
+        await engine.prepare_receive(REQUEST)
         if shadow:
             engine._incoming = Incoming(REQUEST, True)
         pausing = asyncio.create_task(engine.commit(Version(2), "keep") if shadow else engine.begin_receive())
@@ -285,7 +285,7 @@ def test_the_pause_of_an_engine_that_has_nothing_to_do_begins_with_its_order() -
         engine.may_pause.set()
         engine.workers.may_place.set()
         engine._last_token_s = lambda: 0.0  # type: ignore[method-assign]
-        await engine.prepare(REQUEST)
+        await engine.prepare_receive(REQUEST)
         began = time.perf_counter()
         await engine.begin_receive()
         report = await engine.commit(Version(2), "keep")
@@ -302,7 +302,7 @@ def test_what_is_asked_for_while_workers_stand_begins_after_it() -> None:
         for event in (engine.may_pause, engine.workers.may_place, engine.may_sample):
             event.set()
         for _ in range(2):
-            await engine.prepare(REQUEST)
+            await engine.prepare_receive(REQUEST)
             await engine.begin_receive()
             asking = asyncio.create_task(engine.generate([1], Sampling(5)))
             await asyncio.sleep(0.01)
@@ -326,7 +326,7 @@ def test_what_lived_through_a_dropped_version_is_refused(dropped_by: str) -> Non
         engine.workers.failing = True
         sampling = asyncio.create_task(engine.generate([1], Sampling(5)))
         await asyncio.sleep(0)
-        await engine.prepare(REQUEST)
+        await engine.prepare_receive(REQUEST)
         await engine.begin_receive()
         if dropped_by == "an abort":
             await engine.abort_receive()
@@ -336,7 +336,7 @@ def test_what_lived_through_a_dropped_version_is_refused(dropped_by: str) -> Non
         with pytest.raises(InvalidState, match="no version is in place"):
             await engine.generate([1], Sampling(5))
         engine.workers.failing = False
-        await engine.prepare(REQUEST)
+        await engine.prepare_receive(REQUEST)
         await engine.commit(Version(3), "keep")
         engine.may_sample.set()
         assert await engine.generate([1], Sampling(5))

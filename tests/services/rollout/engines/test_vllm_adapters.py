@@ -224,7 +224,7 @@ def test_an_adapter_that_is_not_the_jobs_is_refused(served: Served, run: Run, ch
         with pytest.raises(PublicationFailed, match="tensors of the adapter differ"):
             await served.engine.describe(Shards(wrong, content=Content.ADAPTER).manifest)
         with pytest.raises(PublicationFailed, match="tensors of the adapter differ"):
-            await served.engine.prepare(Sender(wrong, version=99, content=Content.ADAPTER).request)
+            await served.engine.prepare_receive(Sender(wrong, version=99, content=Content.ADAPTER).request)
         return await served.greedy()
 
     sample = run(scenario())

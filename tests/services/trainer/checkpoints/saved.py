@@ -13,7 +13,7 @@ def prepare(
     path: Path, backend: Backend, version: int, huggingface_from: Path | None = None, *, copied: bool = True
 ) -> checkpoint.PendingCheckpoint:
     about = {"job_id": JobId("job-1"), "version": Version(version), "huggingface": huggingface_from is not None}
-    return checkpoint.prepare(str(path), backend, **about, model=str(huggingface_from or ""), copied=copied)
+    return checkpoint.copy_for_saving(str(path), backend, **about, model=str(huggingface_from or ""), copied=copied)
 
 
 def save(path: Path, backend: Backend, version: int, huggingface_from: Path | None = None) -> None:

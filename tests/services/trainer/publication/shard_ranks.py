@@ -104,7 +104,7 @@ def case(world: World, asked: dict[str, Any]) -> dict[str, Any]:
     for version in (0, 1, 2):
         ref = reference(version)
         request = pb.PrepareSendRequest(publication=ref, path=path, dtype="bfloat16", deadline_s=20.0, sides=layouts)
-        prepared = sender.prepare(request, backend, Version(version))
+        prepared = sender.prepare_send(request, backend, Version(version))
         if world.rank == 0:
             for i, worker in enumerate(workers):
                 worker.start(world.size + i, layouts, prepared, PublicationId.from_proto(ref).key)
@@ -133,7 +133,7 @@ def case(world: World, asked: dict[str, Any]) -> dict[str, Any]:
     ref = reference(3)
     request.publication.CopyFrom(ref)
     request.deadline_s = 1.0
-    sender.prepare(request, backend, Version(3))
+    sender.prepare_send(request, backend, Version(3))
     began = time.monotonic()
     try:
         sender.transfer(pb.TransferSendRequest(publication=ref), backend, Version(3))
@@ -144,7 +144,7 @@ def case(world: World, asked: dict[str, Any]) -> dict[str, Any]:
     late = time.monotonic() - began
     sender.finish(failed=True)
     request.publication.CopyFrom(reference(4))
-    bases = [prepared.HasField("base"), sender.prepare(request, backend, Version(4)).HasField("base")]
+    bases = [prepared.HasField("base"), sender.prepare_send(request, backend, Version(4)).HasField("base")]
     sender.close()
     dist.barrier()
     told = {"wrong": wrong, "tensors": len(manifest.tensors), "failure": failure, "late": late}

@@ -49,7 +49,7 @@ def published(
 ) -> list[Receiver]:
     """One publication, received; the sender's checksums are compared."""
     ref = reference(version)
-    prepared = sender.prepare(prepare_request(ref, dtype, receivers), backend, Version(version))
+    prepared = sender.prepare_send(prepare_request(ref, dtype, receivers), backend, Version(version))
     ends = [Receiver(ref, prepared, rank=1 + i) for i in range(receivers)]
     sent = sender.transfer(transfer_request(ref), backend, Version(version))
     for end in ends:
@@ -77,7 +77,7 @@ def test_received_bit_for_bit(one_rank: torch.device, model: str, dtype: str, re
 def test_nobody_to_send_to(one_rank: torch.device, tied_model: Path) -> None:
     backend = build(job_spec(tied_model), one_rank)
     sender, ref = Sender(0, "trainer-1"), reference(0)
-    prepared = sender.prepare(prepare_request(ref, receivers=0), backend, Version(0))
+    prepared = sender.prepare_send(prepare_request(ref, receivers=0), backend, Version(0))
     sent = sender.transfer(transfer_request(ref), backend, Version(0))
     assert len(sent.checksums.values) == len(prepared.manifest.tensors)
 
@@ -85,10 +85,10 @@ def test_nobody_to_send_to(one_rank: torch.device, tied_model: Path) -> None:
 def test_only_the_version_held_is_published(one_rank: torch.device, tied_model: Path) -> None:
     backend, sender = build(job_spec(tied_model), one_rank), Sender(0, "trainer-1")
     with pytest.raises(Fenced, match="version that is not held: 3 is"):
-        sender.prepare(prepare_request(reference(2)), backend, Version(3))
+        sender.prepare_send(prepare_request(reference(2)), backend, Version(3))
     with pytest.raises(InvalidState, match="not prepared"):
         sender.transfer(transfer_request(reference(3)), backend, Version(3))
-    sender.prepare(prepare_request(reference(3)), backend, Version(3))
+    sender.prepare_send(prepare_request(reference(3)), backend, Version(3))
     with pytest.raises(Fenced, match="late"):
         sender.transfer(transfer_request(reference(3)), backend, Version(4))
     sender.close()
@@ -96,7 +96,7 @@ def test_only_the_version_held_is_published(one_rank: torch.device, tied_model: 
 
 def test_a_receiver_that_does_not_come(one_rank: torch.device, tied_model: Path) -> None:
     backend, sender, ref = build(job_spec(tied_model), one_rank), Sender(0, "trainer-1"), reference(0)
-    sender.prepare(prepare_request(ref, deadline_s=1.0), backend, Version(0))
+    sender.prepare_send(prepare_request(ref, deadline_s=1.0), backend, Version(0))
     began = time.monotonic()
     with pytest.raises(PublicationFailed, match=r"could not join|its deadline has passed"):
         sender.transfer(transfer_request(ref), backend, Version(0))
@@ -106,7 +106,7 @@ def test_a_receiver_that_does_not_come(one_rank: torch.device, tied_model: Path)
 
 def test_a_receiver_that_dies_on_the_way(one_rank: torch.device, tied_model: Path) -> None:
     backend, sender, ref = build(job_spec(tied_model), one_rank), Sender(0, "trainer-1"), reference(0)
-    prepared = sender.prepare(prepare_request(ref, deadline_s=120.0), backend, Version(0))
+    prepared = sender.prepare_send(prepare_request(ref, deadline_s=120.0), backend, Version(0))
     dying = CONTEXT.Process(target=receive_and_die, args=(ref.SerializeToString(), prepared.SerializeToString()))
     dying.start()  # a process of its own, whose sockets close when it dies
     began = time.monotonic()
@@ -135,7 +135,9 @@ def test_a_receiver_that_hangs(
 ) -> None:
     monkeypatch.setattr(gather_broadcast, "OPERATION_S", 2.0 if who == "operation" else 120.0)
     sender, ref, large = Sender(0, "trainer-1"), reference(0), cast(Backend, Large())
-    prepared = sender.prepare(prepare_request(ref, deadline_s=2.0 if who == "deadline" else 120.0), large, Version(0))
+    prepared = sender.prepare_send(
+        prepare_request(ref, deadline_s=2.0 if who == "deadline" else 120.0), large, Version(0)
+    )
     hanging = Receiver(ref, prepared, tensors=0)
     began = time.monotonic()
     with pytest.raises(PublicationFailed, match=r"large could not be sent|its deadline has passed"):
@@ -147,7 +149,7 @@ def test_a_receiver_that_hangs(
 
 def test_an_aborted_transfer_stops_before_its_next_tensor(one_rank: torch.device, tied_model: Path) -> None:
     backend, sender, ref = build(job_spec(tied_model), one_rank), Sender(0, "trainer-1"), reference(0)
-    prepared = sender.prepare(prepare_request(ref), backend, Version(0))
+    prepared = sender.prepare_send(prepare_request(ref), backend, Version(0))
     receiver = Receiver(ref, prepared, tensors=2)
     gathered = backend.export
 

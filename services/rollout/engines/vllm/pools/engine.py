@@ -51,7 +51,7 @@ class VllmPoolEngine(ABC):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
         self._numbers = itertools.count()
         self._others: set[BaseProcess] = set()
-        """Children of this process that are none of vLLM's."""
+        """Child processes that vLLM did not start."""
 
     async def start(self, model: PoolModel) -> None:
         """See `PoolEngine`."""

@@ -66,7 +66,7 @@ class HostAdamW:
         """Every tensor of the optimizer's state on this rank."""
         return [moment for weight in self._weights for moment in (weight.exp_avg, weight.exp_avg_sq)]
 
-    def prepare(self, updates: int) -> None:
+    def reset_moments(self, updates: int) -> None:
         """Sets the state as it is after `updates` updates; the moments are 0."""
         self._weights, self._steps = [], updates
         if updates:

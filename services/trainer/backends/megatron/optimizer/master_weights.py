@@ -102,7 +102,7 @@ def _separate_tensors(part: MegatronOptimizer) -> Iterator[Tensor]:
         yield from (value for value in owned.inner.state.get(owned.key, {}).values() if torch.is_tensor(value))
 
 
-def prepare(part: MegatronOptimizer) -> None:
+def create_master_weights(part: MegatronOptimizer) -> None:
     """Creates the master weights that Transformer Engine's Adam would create in its first update. To be called before
     master weights are written."""
     if _has_masters(part.optimizer):

@@ -91,7 +91,7 @@ class Updater:
         """The biases of routers, each with a copy from before the backward pass that changes it."""
         self.updates = 0
         for part in self.parts:
-            master_weights.prepare(part)
+            master_weights.create_master_weights(part)
         self.zero()
 
     @property
