@@ -35,8 +35,7 @@ from millrace.rest import (
     WarningCause,
     WarningView,
 )
-
-from .test_watch import JOB, REPLICA
+from tests.terminal.test_watch import JOB, REPLICA
 
 WAITING = JOB.model_copy(
     update={
