@@ -53,12 +53,13 @@ class Section:
             self.mistakes.append(Mistake(self.field, f"row {index}: {reason.removesuffix('.')}", fix))
 
 
-def look(spec: JobSpec, progress: Progress, *, judges: bool = False) -> list[str]:
-    """What was found, for people, in the order of the job spec. With `judges` each judge is asked once. Raises
-    InvalidJob with every mistake."""
+def look(spec: JobSpec, progress: Progress, *, judges: bool = False) -> Iterator[str]:
+    """What was found, for people, in the order of the job spec, each line as soon as it is known. With `judges` each
+    judge is asked once. Raises InvalidJob with every mistake at the end."""
     used, mistakes, notes = list(left_checkpoints(spec.output, [RESUME])), list[Mistake](), list[str]()
-    sections = [_read(spec, section, progress) for section in _sections(spec)]
-    for section in sections:
+    sections = []
+    for opened in _sections(spec):
+        sections.append(section := _read(spec, opened, progress))
         mistakes += section.mistakes
         if section.unusable > SHOWN:
             reason = f"{section.unusable - SHOWN} more rows cannot be used"
@@ -66,16 +67,25 @@ def look(spec: JobSpec, progress: Progress, *, judges: bool = False) -> list[str
         notes += [f"{section.name}: {line}" for line in section.source.description]
         usable = section.rows - section.unusable
         notes.append(f"{section.name}: {usable} of {section.rows} rows can be used")
+        yield from _taken(notes)
     if not mistakes:
         mistakes += _prompts(spec, sections, progress, notes)
+        yield from _taken(notes)
         for section in sections:
             mistakes += _rewards(spec, section, notes)
+            yield from _taken(notes)
         if judges and spec.reward.judge_terms:
             mistakes += ask_judges(spec, sections[0].name, sections[0].sample[0], notes)
+            yield from _taken(notes)
         mistakes += model_mistakes(spec)
     if mistakes := [*used, *mistakes]:
         raise InvalidJob.of(list(dict.fromkeys(mistakes)), "the job cannot run:")
-    return notes
+
+
+def _taken(notes: list[str]) -> list[str]:
+    """The notes so far, which the list does not have any more."""
+    taken, notes[:] = notes[:], []
+    return taken
 
 
 def _sections(spec: JobSpec) -> Iterator[Section]:

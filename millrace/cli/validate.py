@@ -61,17 +61,19 @@ def validate(
     from millrace.spec import parse
     from millrace.spec.document import Document
 
-    document, notes = Document.of_file(spec), []
+    document, notes = Document.of_file(spec), list[str]()
     document.change(changes_of(settings))
     with document.lines():
         checked = parse(document.tree)
         if not fields_only:
             pinned = submission.check(checked.model_dump(mode="json"))
-            notes = thorough.look(hub.local(pinned, data=True), _progress, judges=judges)
+            for line in thorough.look(hub.local(pinned, data=True), _progress, judges=judges):
+                if not as_json:
+                    people().print(line, markup=False)
     if as_json:
         return print_json(checked)
     if memory:
-        notes = [*notes, *_memory(hub.local(checked), gpu_memory, trainer_gpus, engine)]
+        notes = list(_memory(hub.local(checked), gpu_memory, trainer_gpus, engine))
     across = [] if trainer_gpus is None else hosts.warnings(checked, trainer_gpus, gpus_per_host)
     for note in (*notes, *advice(checked), *across):
         people().print(str(note), markup=False)

@@ -154,7 +154,9 @@ def test_an_output_with_checkpoints_of_another_job_is_told(tmp_path: Path) -> No
     (tmp_path / "out" / "checkpoints" / "step-3").mkdir(parents=True)
     write_rows(tmp_path / "x.jsonl", rows(2))
     with pytest.raises(InvalidJob) as error:
-        thorough.look(spec_of(tmp_path, "x.jsonl"), plain)
+        list(thorough.look(spec_of(tmp_path, "x.jsonl"), plain))
+    lines = thorough.look(spec_of(tmp_path, "x.jsonl"), plain)
+    assert "prompt from prompt" in next(lines) and "2 of 2 rows" in next(lines), "before the rest is looked at"
     told = str(error.value)
     assert "holds checkpoints of an earlier job" in told and "millrace resume" in told
     assert "model.path" in told, "a used output hides no other mistake"
