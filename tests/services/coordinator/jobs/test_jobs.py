@@ -16,7 +16,7 @@ from services.coordinator.jobs.runner import Runner
 from services.coordinator.observe.events import Events
 from services.coordinator.state.job import ACTIVE, ENDED, TRANSITIONS, before
 from services.coordinator.state.lease import DroppedPrompt
-from services.coordinator.state.waiting import Turn
+from services.coordinator.state.waiting import CurrentJob
 from services.coordinator.store import Store
 from services.coordinator.store.connection import text
 from services.coordinator.store.index import Page
@@ -103,7 +103,7 @@ def test_a_job_that_is_cancelled_while_it_is_taken_up_is_left_alone(redis_url: s
 
         store.index.oldest = then_cancelled  # type: ignore[method-assign]
         fleet = SimpleNamespace(trainer=object())
-        components: Any = SimpleNamespace(store=store, events=Events(store), fleet=fleet, turn=Turn())
+        components: Any = SimpleNamespace(store=store, events=Events(store), fleet=fleet, turn=CurrentJob())
         assert await Runner(components)._next() is None
         assert (await store.jobs.get(job.id)).state is JobState.CANCELLED
 

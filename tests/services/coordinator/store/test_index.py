@@ -16,7 +16,7 @@ from services.coordinator.jobs.expiry import delete_finished
 from services.coordinator.observe.events import Events
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.group import GroupSummary
-from services.coordinator.state.waiting import Turn
+from services.coordinator.state.waiting import CurrentJob
 from services.coordinator.store import Store
 from services.coordinator.store.connection import text
 from tests.services.coordinator.redis import a_job, queued, with_store
@@ -86,7 +86,7 @@ def test_a_submission_costs_the_same_however_many_jobs_there_are(
     redis_url: str, spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(store: Store) -> None:
-        control = Control(store, Events(store), Bell(), Turn())
+        control = Control(store, Events(store), Bell(), CurrentJob())
         work = []
         for number in range(2):
             before = await store.connection.do("INFO", "commandstats")
