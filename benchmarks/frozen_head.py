@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 from millrace.memory import fsdp2, megatron
-from millrace.memory.head import head_bytes
+from millrace.memory.layers import head_bytes
 
 
 @contextmanager

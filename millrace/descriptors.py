@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, Generic, TypeVar
 
 from millrace.software import Probe, Software
-from millrace.validation.model import StrictModel
+from millrace.validation.fields import StrictModel
 
 Options = TypeVar("Options", bound=StrictModel)
 
@@ -94,7 +94,7 @@ class BackendDescriptor(Generic[Options]):
     this backend: `millrace validate` runs it, where the backend's software is installed. Empty where `check` says
     all."""
     across_hosts: str = ""
-    """`module:function`, called with the job spec and the `millrace.rank_groups.Hosts` of the trainer; yields fields
+    """`module:function`, called with the job spec and the `millrace.descriptors.Hosts` of the trainer; yields fields
     that make ranks of different hosts exchange more than need be. Empty where there are none. Without torch."""
     replays_experts: bool = False
     """Whether `algorithm.router_replay` can be used."""
@@ -121,3 +121,27 @@ def read(package: str, path: Iterable[str]) -> dict[str, Any]:
     """The DESCRIPTOR of every file of a package, by the file's name."""
     names = sorted(module.name for module in pkgutil.iter_modules(path))
     return {name: imported(f"{package}.{name}:DESCRIPTOR") for name in names}
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a trainer, with equally many ranks each."""
+
+    ranks: int
+    ranks_per_host: int
+
+    @property
+    def several(self) -> bool:
+        return self.ranks > self.ranks_per_host
+
+    def cross(self, size: int, stride: int = 1) -> bool:
+        """Whether a group of `size` ranks, each `stride` after the one before, lies on several hosts. Groups fill runs
+        of `size` × `stride` ranks."""
+        run, length = size * stride, (size - 1) * stride
+        firsts = (start + place for start in range(0, self.ranks, run) for place in range(stride))
+        return any(first // self.ranks_per_host != (first + length) // self.ranks_per_host for first in firsts)
+
+    def largest_within(self, size: int, stride: int = 1) -> int:
+        """The largest divisor of `size` with which no group lies on several hosts."""
+        divisors = (one for one in range(size, 0, -1) if size % one == 0)
+        return next(one for one in divisors if not self.cross(one, stride))

@@ -6,8 +6,6 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from millrace.extras import how_to_install
-
 TESTED_TORCH = ("2.11.0", "2.13.0")
 TESTED_TRANSFORMERS = ("5.12", "5.16", "5.17", "5.18", "5.19")
 
@@ -106,3 +104,13 @@ def _numbers(release: str) -> tuple[int, ...]:
             break
         numbers.append(int(part))
     return tuple(numbers)
+
+
+OVERRIDES = {"cpu-vllm": " --override deploy/cpu-overrides.txt"}
+"""What an extra is installed with."""
+
+
+def how_to_install(*extras: str, reinstall: bool = False) -> str:
+    """`uv pip install -e '.[gpu-vllm]' in the checkout`; of several extras one is enough."""
+    named = " or ".join(f"'.[{extra}]'{OVERRIDES.get(extra, '')}" for extra in extras)
+    return f"uv pip install {'--reinstall ' if reinstall else ''}-e {named} in the checkout"

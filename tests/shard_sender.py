@@ -17,8 +17,7 @@ from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, PendingExchange
 from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.weights.transfer.channels.rendezvous import Rendezvous
-from millrace.weights.transfer.delta.exchange import SendingDeltas
-from millrace.weights.transfer.delta.snapshot import Snapshot
+from millrace.weights.transfer.delta.exchange import SendingDeltas, Snapshot
 from millrace.weights.transfer.pipeline import SendPipeline, TransferTimes
 from millrace.weights.transfer.session import PublicationSession
 from services.rollout.weights.transfer_request import TransferRequest

@@ -25,11 +25,11 @@ ORDER = {
         megatron report terminal
         client hub lora
         spec
-        events trackers version
+        events service_process trackers
         backends engines environments rest wire
         descriptors rewards rl telemetry weights
-        contracts equal_rewards sandbox software validation
-        drops errors extras garbage ids rank_groups sequence_cost
+        contracts equal_rewards sandbox validation
+        drops errors ids sequence_cost software
     """,
     "services.coordinator": """
         __main__
@@ -63,8 +63,7 @@ ORDER = {
         weights
     """,
     "services.trainer": """
-        launch
-        __main__
+        __main__ launch
         rank
         service
         backends publication step

@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.megatron import report
 from benchmarks.megatron.cases import PARTS, Case, Launch, Machine
-from millrace.local.devices import visible_devices
+from millrace.local.host import visible_devices
 
 ROOT = Path(__file__).parents[2]
 FRESH_S = 25.0

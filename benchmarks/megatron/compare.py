@@ -111,7 +111,7 @@ def deepep(world: World, case: dict[str, Any]) -> dict[str, Any]:
     from millrace.backends.megatron import Experts, MegatronOptions
     from millrace.errors import InvalidJob
     from millrace.megatron.deepep import obstacle
-    from services.trainer.backends.megatron.experts.dispatch import dispatcher
+    from services.trainer.backends.megatron.model.configuration import dispatcher
 
     taken = dispatcher(MegatronOptions(expert_parallel=2))
     try:

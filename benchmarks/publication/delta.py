@@ -41,8 +41,7 @@ from millrace.weights.plans.sharded import plan
 from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, join, nccl_id
 from millrace.weights.transfer.checksum import checksum
-from millrace.weights.transfer.delta.exchange import ReceivingDeltas, SendingDeltas
-from millrace.weights.transfer.delta.snapshot import Snapshot
+from millrace.weights.transfer.delta.exchange import ReceivingDeltas, SendingDeltas, Snapshot
 from millrace.weights.transfer.pipeline import ReceivePipeline, SendPipeline
 from tests.hosts.network import DEVICE, Host, Network
 

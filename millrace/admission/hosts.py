@@ -1,9 +1,8 @@
 """Whether the ranks of a job's trainer lie on several hosts in a way that slows it down needlessly. Needs no torch."""
 
 from millrace.backends import BACKENDS
-from millrace.descriptors import imported
+from millrace.descriptors import Hosts, imported
 from millrace.errors import Mistake
-from millrace.rank_groups import Hosts
 from millrace.spec.job import JobSpec
 
 

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from millrace import engines, hub
 from millrace.admission import choices, engine_options
-from millrace.admission.judges import mistakes_of as mistakes_of_judge
 from millrace.admission.output import with_output
 from millrace.admission.pools import check_pool
+from millrace.admission.pools import mistakes_of as mistakes_of_judge
 from millrace.backends import BACKENDS, FIELD
 from millrace.checkpoints.source import check_checkpoint
 from millrace.data import PromptSource, open_section

@@ -9,8 +9,8 @@ from pydantic import Field
 from millrace.descriptors import BackendDescriptor
 from millrace.software import TESTED_TORCH, TESTED_TRANSFORMERS, Software
 from millrace.validation import limits
+from millrace.validation.fields import StrictModel
 from millrace.validation.mistakes import options
-from millrace.validation.model import StrictModel
 
 OF_EACH_MODEL = ("compile_layers", "fsdp_size", "offload_parameters", "sequence_parallel_size")
 """Options that reference and critic may have other values of."""

@@ -13,9 +13,9 @@ from pydantic import Field
 
 from millrace.descriptors import BackendDescriptor
 from millrace.software import TESTED_TORCH, Software
+from millrace.validation.fields import StrictModel
 from millrace.validation.limits import LARGEST_WEIGHT, MOST_RANKS
 from millrace.validation.mistakes import options
-from millrace.validation.model import StrictModel
 
 MOST_LAYERS = 10_000
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]

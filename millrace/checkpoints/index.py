@@ -1,13 +1,13 @@
 """The index of a distributed checkpoint: which tensors it has, and in which bytes of which file each part of one is."""
 
+import pickle
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from millrace.checkpoints.unpickling import read_pickle
 from millrace.errors import refused
 
 FILE = ".metadata"
@@ -164,3 +164,80 @@ def _check_files(folder: Path, field: str, tensors: Mapping[str, StoredTensor]) 
         if (size := (folder / name).stat().st_size) < end:
             reason = f"{name} has {size} bytes, and {key} ends at byte {end}"
             raise refused(field, str(folder), reason, "finish the copy or the download.")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor of the model that is a box of a stored tensor."""
+
+    key: str
+    """The stored tensor."""
+    offset: tuple[int, ...]
+    """First index of the box in the model's tensor."""
+    extent: tuple[int, ...]
+    """Size of the box, in the dimensions of the model's tensor."""
+    stored: tuple[int, ...]
+    """First index of the box in the stored tensor."""
+    along: tuple[int | None, ...]
+    """For each dimension of the stored tensor, the dimension of the model's tensor that runs along it; None where the
+    box has one element there."""
+
+
+@dataclass(frozen=True)
+class Located:
+    """A tensor of the model."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name of the dtype in which it is stored."""
+    parts: tuple[Part, ...]
+
+
+KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): dict,
+}
+"""Classes whose values are needed as such."""
+
+
+class Record:
+    """An object of a class that was not imported. Its attributes are those of the pickled object."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update({name: value for name, value in state.items() if isinstance(name, str)})
+        else:
+            self.__dict__["state"] = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Items of a dictionary of an unknown class are not needed."""
+
+    def append(self, value: Any) -> None:
+        """Nor are those of a list."""
+
+    def extend(self, values: Any) -> None:
+        """See `append`."""
+
+
+class _Inert(pickle.Unpickler):
+    """Imports no class and no function that a pickle names. The index of a distributed checkpoint is a pickle of
+    dataclasses of torch and Megatron: each is replaced by a class that keeps the values that it is given, and can do
+    nothing else."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if (module, name) in KNOWN:
+            return KNOWN[module, name]
+        return name if module == "torch" else Record  # torch's dtypes are such names: float32
+
+
+def read_pickle(path: Path) -> Any:
+    """The pickled object, with a `Record` for each object of an unknown class, and the name for each dtype. Raises
+    OSError, and ValueError for what is not a pickle."""
+    with path.open("rb") as file:
+        try:
+            return _Inert(file).load()
+        except (pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, TypeError) as error:
+            raise ValueError(f"is not an index of torch's distributed checkpoints ({error})") from error

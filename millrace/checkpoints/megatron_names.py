@@ -10,8 +10,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from millrace.backends.megatron import MegatronOptions
-from millrace.checkpoints.index import CheckpointIndex, StoredTensor
-from millrace.checkpoints.located import Located, Part
+from millrace.checkpoints.index import CheckpointIndex, Located, Part, StoredTensor
 from millrace.errors import refused
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.placement import Piece, Placement

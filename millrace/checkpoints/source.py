@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from millrace.backends.megatron import MegatronOptions
-from millrace.checkpoints import huggingface_names, megatron_names
-from millrace.checkpoints.index import CheckpointIndex, is_checkpoint, read_index
-from millrace.checkpoints.located import Located
+from millrace.checkpoints import megatron_names
+from millrace.checkpoints.index import CheckpointIndex, Located, Part, is_checkpoint, read_index
 from millrace.errors import InvalidJob, refused
 from millrace.megatron.architectures import ARCHITECTURES, read_shape
 from millrace.megatron.topology import Topology
@@ -53,7 +52,7 @@ def is_megatron(folder: Path, field: str) -> bool:
 def located(index: CheckpointIndex, folder: Path) -> Mapping[str, Located]:
     """The tensors of the checkpoint that belong to the model in `folder`. Raises InvalidJob."""
     if not is_megatron(index.folder, index.field):
-        return huggingface_names.located(index)
+        return located_huggingface(index)
     kind = _model_type(folder)
     if kind not in ARCHITECTURES:
         reason = f"is a dist-checkpoint, and Megatron's names for the architecture {kind!r} are not known"
@@ -101,3 +100,43 @@ def _model_type(folder: Path) -> str:
     except (OSError, ValueError, AttributeError) as error:
         fix = "give the folder of a Hugging Face model, with config and tokenizer."
         raise refused("model.path", str(folder), "its config.json cannot be read", fix) from error
+
+
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Parts of names that torch.compile, FSDP1 and activation checkpointing add anywhere."""
+OUTER = ("module.", "app.", "state.")
+"""Beginnings of names that a wrapped module or a program's own state dict adds."""
+TWICE = "model.model."
+"""Where the state dict of a language model is stored as `model`."""
+OTHERS = ("optim", "lr_scheduler", "scheduler", "train_state", "dataloader", "rng")
+"""Beginnings of keys that are not the model's."""
+
+
+def located_huggingface(index: CheckpointIndex) -> dict[str, Located]:
+    """The tensors of the checkpoint by the names that they have in the module."""
+    return {
+        name: Located(stored.shape, stored.dtype, (_whole(key, stored.shape),))
+        for name, key in names(index).items()
+        if (stored := index.tensors[key])
+    }
+
+
+def names(index: CheckpointIndex) -> dict[str, str]:
+    """Name in the module → key in the checkpoint."""
+    found = {
+        ".".join(part for part in key.split(".") if part not in WRAPPERS): key
+        for key in index.tensors
+        if not key.startswith(OTHERS)
+    }
+    while True:
+        outer = next((start for start in OUTER if any(name.startswith(start) for name in found)), None)
+        if outer is None and any(name.startswith(TWICE) for name in found):
+            outer = "model."
+        if outer is None:
+            return found
+        found = {name.removeprefix(outer): key for name, key in found.items() if name.startswith(outer)}
+
+
+def _whole(key: str, shape: tuple[int, ...]) -> Part:
+    zero = (0,) * len(shape)
+    return Part(key, zero, shape, zero, tuple(range(len(shape))))

@@ -7,11 +7,11 @@ from typing import Any
 
 import typer
 
-from millrace.cli import compare, diagnose, doctor, jobs, logs, plan, report, show, stack, top, validate
+from millrace.cli import compare, doctor, jobs, logs, plan, show, stack, top, validate
 from millrace.errors import InvalidState
-from millrace.extras import how_to_install
+from millrace.service_process import VersionOption
+from millrace.software import how_to_install
 from millrace.terminal.output import ErrorReporting
-from millrace.version import VersionOption
 
 app = typer.Typer(
     name="millrace",
@@ -76,9 +76,9 @@ app.command("watch", rich_help_panel=JOBS)(jobs.watch)
 app.command("jobs", rich_help_panel=JOBS)(jobs.jobs)
 app.command("note", rich_help_panel=JOBS)(jobs.note)
 app.command("show", rich_help_panel=JOBS)(show.show)
-app.command("report", rich_help_panel=JOBS)(report.report)
+app.command("report", rich_help_panel=JOBS)(show.report)
 app.command("compare", rich_help_panel=JOBS)(compare.compare)
-app.command("diagnose", rich_help_panel=JOBS)(diagnose.diagnose)
+app.command("diagnose", rich_help_panel=JOBS)(show.diagnose)
 app.command("events", rich_help_panel=JOBS)(jobs.events)
 app.command("pause", rich_help_panel=JOBS)(jobs.pause)
 app.command("resume", rich_help_panel=JOBS)(jobs.resume)

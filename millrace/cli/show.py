@@ -1,15 +1,21 @@
 """`millrace show`: one job on one screen."""
 
 import itertools
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from millrace.cli.names import JobName, job_id
+from millrace.errors import InvalidState, wrong_value
 from millrace.rest import JobView, LedgerView, SampleView
+from millrace.rest.diagnosis import DiagnosisView, FindingView
+from millrace.telemetry.metrics.declaration import Unit
 from millrace.terminal.output import (
     AsJson,
     Url,
@@ -145,3 +151,91 @@ def _print_sample(sample: SampleView) -> None:
         console.print(turn.answer, markup=False)
     if not sample.turns:
         console.print(sample.answer, markup=False)
+
+
+Step = Annotated[int | None, typer.Option(min=0, help="A step; by default the last ten are judged.")]
+
+
+def diagnose(
+    job: JobName, from_step: Step = None, to_step: Step = None, url: Url = None, as_json: AsJson = False
+) -> None:
+    """Say what slows a job down: the bottleneck, the figures that say so, and what to change."""
+    with connect(url) as client:
+        found = client.diagnosis(job_id(client, job), from_step, to_step)
+    if as_json:
+        return print_json(found)
+    console = people()
+    for line in lines(found):
+        console.print(line)
+    for finding in found.findings:
+        _print(console, finding)
+
+
+def lines(found: DiagnosisView) -> list[str]:
+    """What a step was spent on, with rich's markup."""
+    if found.step_s <= 0:
+        return ["No step is trained yet."]
+    said = [f"Steps {found.from_step} to {found.to_step}: {found.step_s:.3g} s a step."]
+    if not found.from_spans:
+        said.append("[dim]No spans of these steps are kept: judged from step metrics alone.[/]")
+    spent = sorted(found.loop_s.items(), key=lambda part: -part[1])
+    parts = ", ".join(f"{cause.replace('_', ' ')} {100 * s / found.step_s:.0f} %" for cause, s in spent)
+    said.append(f"[dim]The loop was at: {parts}[/]")
+    if found.bottleneck is None:
+        said.append("Nothing slows the job down much.")
+    return said
+
+
+def _print(console: Console, finding: FindingView) -> None:
+    name = finding.bottleneck.replace("_", " ")
+    console.print(f"\n[bold]{name}[/], at most {100 * finding.share:.0f} % of the time: {escape(finding.message)}")
+    rows = table("", ">", "")
+    for figure in finding.figures:
+        unit = "" if figure.unit in (Unit.SHARE, Unit.COUNT) else f" {figure.unit}"
+        rows.add_row(f"  {escape(figure.name)}", f"{number(figure.value)}{unit}", f"[dim]{escape(figure.meaning)}[/]")
+    if finding.figures:
+        console.print(rows)
+    for change in finding.changes:
+        setting = f"[bold]{escape(change.setting)}[/]: " if change.setting else ""
+        advice = escape(change.advice.replace("MEMBER", finding.member or "MEMBER"))
+        console.print(f"  → {setting}{advice}")
+
+
+def report(
+    job: JobName = "last",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File to write; without it, JOB.html with the job's id here."),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="How many of the newest answers to include.", min=0, max=1000)] = 64,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a job as one HTML file: curves of all metrics, samples, prompts, publications, events and the spec.
+
+    The file needs no network and runs no script, so it can be sent to others and kept. The job may still run.
+    """
+    from millrace.report.contents import gather
+    from millrace.report.page import report_page
+
+    with connect(url) as client:
+        contents = gather(client, job_id(client, job), samples)
+    path = output if output is not None else Path(f"{contents.job.id}.html")
+    written = write(path, report_page(contents))
+    if as_json:
+        return print_json({"path": str(path.absolute()), "bytes": written})
+    people().print(f"{path.absolute()}  {written / 1e6:.1f} MB", markup=False)
+
+
+def write(path: Path, text: str) -> int:
+    """Writes the file, whole or not at all. Returns its size in bytes. Raises InvalidState."""
+    data = text.encode()
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        wrong = wrong_value("--output", str(path), error.strerror or str(error), "name a file in a folder of yours.")
+        raise InvalidState(wrong.what, wrong.fix) from error
+    return len(data)

@@ -8,7 +8,7 @@ from millrace.data.columns.messages import Message
 from millrace.data.prompt_source import PromptSource
 from millrace.data.row import PromptRow
 from millrace.errors import BadRow, refused
-from millrace.extras import how_to_install
+from millrace.software import how_to_install
 from millrace.validation.limits import LARGEST_SEED
 from millrace.validation.names import choose, closest
 
@@ -66,8 +66,7 @@ class ReasoningGym(PromptSource):
     def __getitem__(self, index: int) -> PromptRow:
         if not 0 <= index < self._size:
             raise IndexError(f"row {index} of {self._size}")
-        from millrace.rewards.entry import pack
-        from millrace.rewards.reasoning_gym import KEY
+        from millrace.rewards.reasoning_gym import KEY, pack
 
         entry = self._data_set[index]
         try:

@@ -4,26 +4,32 @@ import errno
 import os
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 import yaml
+from rich.console import Console
+from rich.table import Table
 
 from millrace.backends import BACKEND_NAMES
 from millrace.client import Client
-from millrace.demo.report import Outcome, print_outcome
 from millrace.engines import ENGINE_NAMES
 from millrace.errors import InvalidJob, InvalidState
+from millrace.local.host import free_port
 from millrace.local.options import StackOptions, pythons
-from millrace.local.ports import free_port
 from millrace.local.stack import Stack
+from millrace.rest import JobState, JobView, LedgerView, StepMetrics
 from millrace.spec import JobSpec, parse
 from millrace.spec.merging import merged
+from millrace.terminal.output import ledger_line, number, people
 from millrace.terminal.watch import show_live
 
 if TYPE_CHECKING:
     from millrace.demo.model import Size
+
 
 MARGIN = 0.30
 """The held-out reward has to rise by this much, or the demo fails."""
@@ -182,3 +188,56 @@ def job_spec(
     tree["trainer"]["optimizer"]["warmup_steps"] = min(steps, tree["trainer"]["optimizer"]["warmup_steps"])
     tree["output"] = str(state / time.strftime(f"{_folder('output', seed, task=task)}-%Y%m%d-%H%M%S"))
     return parse(tree)
+
+
+PAUSE = "publication/pause_s"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    job: JobView
+    ledger: LedgerView
+    rows: list[StepMetrics]
+    margin: float
+
+    @classmethod
+    def of(cls, client: Client, job_id: str, margin: float) -> "Outcome":
+        return cls(client.job(job_id), client.ledger(job_id), client.metrics(job_id), margin)
+
+    @property
+    def rise(self) -> float | None:
+        before, after = self.job.evaluation_before, self.job.evaluation_last
+        return None if before is None or after is None else after - before
+
+    @property
+    def learned(self) -> bool:
+        """The job succeeded, its ledger adds up, and the held-out reward rose by the margin."""
+        ledger = self.ledger
+        adds_up = ledger.issued == (ledger.queued + ledger.leased + ledger.generated + ledger.trained + ledger.dropped)
+        rose = self.rise is not None and self.rise >= self.margin
+        return self.job.state is JobState.SUCCEEDED and adds_up and rose
+
+    @property
+    def mean_pause_s(self) -> float | None:
+        """Seconds that generation stood still in a publication."""
+        pauses = [row.values[PAUSE] for row in self.rows if PAUSE in row.values]
+        return fmean(pauses) if pauses else None
+
+
+def print_outcome(outcome: Outcome, seconds: dict[str, float], console: Console | None = None) -> None:
+    job = outcome.job
+    rows = Table.grid(padding=(0, 2))
+    rows.add_row("job", f"{job.id} {job.state}" + (f": {job.failure}" if job.failure else ""))
+    rows.add_row("held-out reward", f"{number(job.evaluation_before)} before, {number(job.evaluation_last)} after")
+    rows.add_row("ledger", ledger_line(outcome.ledger))
+    pause_s = outcome.mean_pause_s
+    rows.add_row("mean pause", "–" if pause_s is None else f"{1000 * pause_s:.1f} ms a publication")
+    rows.add_row("report", job.report or "–")
+    rows.add_row("checkpoint", job.checkpoint or "–")
+    rows.add_row("seconds", ", ".join(f"{part} {spent:.0f}" for part, spent in seconds.items()))
+    console = console or people()
+    console.print()
+    console.print(rows)
+    rise = number(outcome.rise)
+    verdict = "learned" if outcome.learned else "NOT learned"
+    console.print(f"[bold]{verdict}[/]: the held-out reward rose by {rise}, {outcome.margin:.2f} is asked for.")

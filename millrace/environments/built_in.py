@@ -11,8 +11,8 @@ from pydantic import Field, ValidationError
 
 from millrace.environments.verl import configs
 from millrace.errors import InvalidJob, refused
+from millrace.validation.fields import StrictModel
 from millrace.validation.mistakes import explain
-from millrace.validation.model import StrictModel
 
 FIELD = configs.FIELD
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from math import gcd
 
 from millrace.backends.fsdp2 import parse
+from millrace.descriptors import Hosts
 from millrace.errors import Mistake, wrong_value
-from millrace.rank_groups import Hosts
 from millrace.spec import JobSpec
 
 FIELD = "trainer.backend_options"

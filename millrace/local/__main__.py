@@ -3,7 +3,7 @@
 import sys
 
 from millrace.errors import MillraceError
-from millrace.local.devices import visible_devices
+from millrace.local.host import visible_devices
 from millrace.local.options import StackOptions, services
 from millrace.local.service_log import say
 from millrace.local.supervisor import supervise

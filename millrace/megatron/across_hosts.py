@@ -8,8 +8,8 @@ little. Torch-free.
 from collections.abc import Iterator
 
 from millrace.backends.megatron import MegatronOptions, parse
+from millrace.descriptors import Hosts
 from millrace.errors import Mistake, wrong_value
-from millrace.rank_groups import Hosts
 from millrace.spec import JobSpec
 
 FIELD = "trainer.backend_options"

@@ -9,15 +9,16 @@ from millrace.fsdp2.logits import keeps_whole_logits
 from millrace.fsdp2.sequence_parallel import check
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.memory.adapters import adapter_parameters, without_experts
-from millrace.memory.head import head_bytes, scoring_bytes
 from millrace.memory.layers import (
+    head_bytes,
     kept_elements,
     layer_parameters,
     parameters,
+    role_tokens,
+    scoring_bytes,
     vocabulary_parameters,
 )
 from millrace.memory.ledger import Ledger, Part, Phase, Prediction, fullest
-from millrace.memory.roles import role_tokens
 from millrace.memory.staging import sender_bytes, snapshot_bytes
 from millrace.spec import JobSpec
 from millrace.spec.trainer import ROLES, Role

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from millrace.megatron.architectures.shape import ModelShape
+from millrace.spec.trainer import Role, Trainer
 
 Matrix = tuple[int, int]
 """Inputs and outputs of a linear layer."""
@@ -119,3 +120,25 @@ def _attention(shape: ModelShape) -> float:
     value = shape.heads * latent.value_dim
     compressed = 2 * (latent.query_rank or 0) + 2 * latent.key_value_rank + latent.rotary_dim
     return compressed + 4 * query + 2 * value
+
+
+CHUNK_COPIES = 2
+"""Copies of a chunk's logits at a time: logits and their gradient, in the dtype of the pass."""
+
+
+def head_bytes(vocabulary: float, hidden: int, chunk_tokens: float, element: int, *, frozen: bool) -> float:
+    """Bytes at the peak of the head's backward pass: a chunk of logits, and unless the weight is frozen its gradient
+    in float32 and one product or copy of it in the dtype of the pass. `vocabulary`: rows of the weight on this rank."""
+    gradient = 0 if frozen else vocabulary * hidden * (4 + element)
+    return gradient + scoring_bytes(vocabulary, chunk_tokens, element)
+
+
+def scoring_bytes(vocabulary: float, chunk_tokens: float, element: int) -> float:
+    """A chunk of logits: all that a pass without gradients takes."""
+    return CHUNK_COPIES * chunk_tokens * vocabulary * element
+
+
+def role_tokens(trainer: Trainer, role: Role, tokens: int) -> int:
+    """Tokens of a micro-batch of reference or critic where one of the policy has `tokens`: more or fewer in proportion
+    to the token budgets."""
+    return -(-tokens * trainer.of(role).token_budget // trainer.token_budget)

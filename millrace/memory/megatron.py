@@ -9,10 +9,8 @@ from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.rules import check
 from millrace.megatron.topology import Topology
 from millrace.memory.adapters import adapter_layers
-from millrace.memory.head import head_bytes, scoring_bytes
-from millrace.memory.layers import KeptElements, kept_elements, layer_parameters
+from millrace.memory.layers import KeptElements, head_bytes, kept_elements, layer_parameters, role_tokens, scoring_bytes
 from millrace.memory.ledger import Ledger, Part, Phase, Prediction, fullest
-from millrace.memory.roles import role_tokens
 from millrace.memory.staging import sender_bytes, snapshot_bytes
 from millrace.spec import JobSpec
 

@@ -1,16 +1,21 @@
 """Settings of trainer and replicas that a search tries, each a mapping from fields of the job spec to values."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from millrace.backends.megatron import MegatronOptions
 from millrace.engines import ENGINES
+from millrace.errors import refused
+from millrace.megatron.architectures.published import PUBLISHED, published_as
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.rules import broken_rules
 from millrace.memory.layers import layer_parameters
+from millrace.memory.shape import decoder_shape
 from millrace.planner.hardware import Gpu
 from millrace.spec import JobSpec, parse
 from millrace.spec.merging import merged
+from millrace.validation.names import choose
 
 OPTIONS = "trainer.backend_options"
 MOST_TENSOR_REPLICA = 64
@@ -126,3 +131,23 @@ def replica_sizes(spec: JobSpec, shape: ModelShape, engine: str, gpus: int) -> I
     for size in powers(min(gpus, MOST_TENSOR_REPLICA)):
         if shape.heads % size == 0 and gpus % size == 0:
             yield {spec.rollout.field_of(engine, names[0]): size, **others}
+
+
+FIELD = "--model"
+
+
+def model_shape(spec: JobSpec, name: str | None = None) -> ModelShape:
+    """The shape of the job's model. `name`: a published model to take instead. Raises InvalidJob where the folder is
+    not there and its name is that of no published model."""
+    if name is not None:
+        if name.lower() not in PUBLISHED:
+            raise refused(FIELD, name, "is no model whose sizes are known", choose(name, PUBLISHED))
+        return PUBLISHED[name.lower()]
+    folder = Path(spec.model.path)
+    if folder.is_dir():
+        return decoder_shape(folder)
+    known = published_as(folder.name)
+    if known is None:
+        fix = f"give a folder that this machine sees, or --model with one of {', '.join(PUBLISHED)}."
+        raise refused("model.path", spec.model.path, "is not on this machine, and no model of this name is known", fix)
+    return PUBLISHED[known]

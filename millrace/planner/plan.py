@@ -10,12 +10,10 @@ from millrace.memory.prediction import predict
 from millrace.memory.text import fits
 from millrace.planner import constants, generation
 from millrace.planner.generation import Generation
-from millrace.planner.hardware import Gpu
-from millrace.planner.links import Links
+from millrace.planner.hardware import Gpu, Links
 from millrace.planner.publishing import PublicationTimes, publication_times, turn_seconds
 from millrace.planner.replica import Replica, replica_of
-from millrace.planner.trainer.imbalance import PLANNED, Imbalance
-from millrace.planner.trainer.layout import Layout, layout_of
+from millrace.planner.trainer.layout import PLANNED, Imbalance, Layout, layout_of
 from millrace.planner.trainer.times import Trainer, TrainingTimes, training_times
 from millrace.planner.workload import Workload
 from millrace.spec import JobSpec

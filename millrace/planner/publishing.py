@@ -8,7 +8,7 @@ from millrace.memory.layers import linear_layers
 from millrace.memory.ledger import Part
 from millrace.memory.staging import element_bytes, published_bytes
 from millrace.planner import constants
-from millrace.planner.links import Links
+from millrace.planner.hardware import Links
 from millrace.planner.replica import Replica
 from millrace.spec import JobSpec
 

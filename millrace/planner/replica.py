@@ -11,8 +11,7 @@ from millrace.memory.layers import layer_parameters, vocabulary_parameters
 from millrace.memory.prediction import ReplicaPrediction, cache_bytes_per_token, predict_replica
 from millrace.memory.text import HEADROOM
 from millrace.planner import constants
-from millrace.planner.hardware import Gpu
-from millrace.planner.links import Links
+from millrace.planner.hardware import Gpu, Links
 from millrace.spec import JobSpec
 
 SLOTS = 1024

@@ -7,7 +7,7 @@ from millrace.memory.ledger import peak
 from millrace.memory.savings import Saving, together
 from millrace.memory.text import HEADROOM, gib, replica_lines, trainer_lines
 from millrace.planner.plan import Limit, Plan
-from millrace.planner.trainer.seconds import Cause, Seconds, total
+from millrace.planner.trainer.layout import Cause, Seconds, total
 
 LEAST_SHOWN = 0.005
 """Share of a part's seconds under which a cause has no line."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from millrace.rewards.ground_truth import truths_of
+from millrace.rewards.option_values import truths_of
 
 # It warns on every start that its timeouts are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -18,3 +18,11 @@ def flag(option: str, value: Any) -> None:
     """Raises ValueError that names the option if `value` is neither true nor false."""
     if not isinstance(value, bool):
         raise ValueError(f"{option} has to be true or false, not {value!r}")
+
+
+def truths_of(ground_truth: Any) -> list[Any]:
+    """All accepted ground truths. Raises ValueError if there is none."""
+    truths = list(ground_truth) if isinstance(ground_truth, list | tuple) else [ground_truth]
+    if not truths or any(truth is None for truth in truths):
+        raise ValueError(f"the row has no ground truth to compare with: {ground_truth!r}")
+    return truths

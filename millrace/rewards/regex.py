@@ -3,8 +3,7 @@
 import re
 from typing import Any
 
-from millrace.rewards.ground_truth import truths_of
-from millrace.rewards.option_values import compiled, flag
+from millrace.rewards.option_values import compiled, flag, truths_of
 
 
 def compute_score(

@@ -7,8 +7,7 @@ from pydantic import Field, TypeAdapter, WrapValidator, model_validator
 from millrace.spec import presets
 from millrace.spec.trainer import Optimizer
 from millrace.validation import limits
-from millrace.validation.fields import OneOf
-from millrace.validation.model import StrictModel
+from millrace.validation.fields import OneOf, StrictModel
 
 
 class Choice(StrictModel):

@@ -6,8 +6,8 @@ from pydantic import Field, model_validator
 
 from millrace.errors import wrong_value
 from millrace.validation import limits
+from millrace.validation.fields import StrictModel
 from millrace.validation.mistakes import InvalidValue
-from millrace.validation.model import StrictModel
 
 
 class McpServer(StrictModel):

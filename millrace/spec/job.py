@@ -8,11 +8,10 @@ from pydantic import Field
 from millrace.spec.algorithm import Algorithm
 from millrace.spec.model import Data, Evaluation, Model, Reward
 from millrace.spec.pool import Pool, PoolTask
-from millrace.spec.publication import Publication
 from millrace.spec.rollout import Rollout
-from millrace.spec.schedule import Deadlines, Schedule, Tracking
+from millrace.spec.schedule import Deadlines, Publication, Schedule, Tracking
 from millrace.spec.trainer import Trainer
-from millrace.validation.model import StrictModel
+from millrace.validation.fields import StrictModel
 
 Tag = Annotated[str, Field(min_length=1, max_length=50, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")]
 """At most 50 letters, digits, `.`, `_`, `:` and `-`."""

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from millrace.rewards.term import Scope
 from millrace.validation import limits
-from millrace.validation.model import StrictModel
+from millrace.validation.fields import StrictModel
 
 Number = Annotated[float, Field(ge=-limits.LARGEST_NUMBER, le=limits.LARGEST_NUMBER)]
 NUMBER = r"(-?\d+(?:\.\d+)?)"

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from millrace.validation.model import StrictModel
+from millrace.validation.fields import StrictModel
 
 MEGATRON_NAMES: dict[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),

@@ -8,7 +8,7 @@ from millrace.rewards import PoolTerm, Scope, Term, choose
 from millrace.spec.judge import Judge, JudgeTerm
 from millrace.spec.lora import Lora
 from millrace.validation import limits
-from millrace.validation.model import StrictModel
+from millrace.validation.fields import StrictModel
 
 ColumnRole = Literal["prompt", "ground_truth", "data_source", "extra_info", "ability", "reward_style"]
 """What a column of a data file can be."""

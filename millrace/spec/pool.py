@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from millrace.validation import limits
-from millrace.validation.model import StrictModel
+from millrace.validation.fields import StrictModel
 
 ROLLOUT = "rollout"
 """The pool of the replicas that generate. It is not declared."""

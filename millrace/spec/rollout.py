@@ -8,8 +8,8 @@ from millrace.engines import ENGINES, FIELD
 from millrace.errors import wrong_value
 from millrace.spec.environment import Agent, Environment
 from millrace.validation import limits
+from millrace.validation.fields import StrictModel
 from millrace.validation.mistakes import InvalidValue, in_one_line
-from millrace.validation.model import StrictModel
 
 CachePolicy = Literal["recompute", "keep"]
 

@@ -1,13 +1,12 @@
 """How long a job runs, how far generation may run ahead, what is kept, and how long an operation may take."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from millrace.trackers import TRACKERS
 from millrace.validation import limits
-from millrace.validation.fields import OneOf
-from millrace.validation.model import StrictModel
+from millrace.validation.fields import OneOf, StrictModel
 from millrace.wire.deadlines import COMMIT_S, DEADLINES_S, FINISH_S
 
 HELD_OUT_REWARD = "evaluation/reward"
@@ -98,3 +97,15 @@ class Tracking(StrictModel):
     """Groups of each step that are kept for GET /v1/jobs/{id}/samples and sent to the trackers."""
     samples_kept: int = Field(2000, ge=1, le=2_000_000)
     """Trajectories of the whole job that are kept, the newest ones. Redis holds their prompts and answers."""
+
+
+class Publication(StrictModel):
+    path: Literal["auto", "sharded", "delta", "gather_broadcast"] = "auto"
+    """sharded: every replica gets exactly the slices that it needs, from the ranks that hold them. delta: as sharded,
+    but only what changed since the version that the replicas hold is sent; the trainer keeps that version in host
+    memory. gather_broadcast: each tensor is gathered on one rank and broadcast. auto: sharded where the trainer and all
+    replicas support it, and delta where that takes longer than a second and delta was measured to be faster."""
+    commit: Literal["auto", "shadow", "inplace"] = "auto"
+    """shadow: weights are received into spare memory while requests run, and the pause is a copy on the device.
+    inplace: generation is paused during the transfer, which needs no spare memory. auto: shadow where there is enough
+    memory."""

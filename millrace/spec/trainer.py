@@ -7,8 +7,7 @@ from pydantic import Field
 from millrace.backends import BACKEND_NAMES, FIELD
 from millrace.spec.merging import merged
 from millrace.validation import limits
-from millrace.validation.fields import OneOf
-from millrace.validation.model import StrictModel
+from millrace.validation.fields import OneOf, StrictModel
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
@@ -66,3 +66,14 @@ def every_path(model: type[BaseModel], above: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         if (inner := model_in(field.annotation)) is not None:
             yield from every_path(inner, f"{above}{name}.")
+
+
+class StrictModel(BaseModel):
+    """One level of a tree: unknown fields are refused, values cannot be changed afterwards, numbers are finite.
+
+    `Field(examples=[...])` of a mapping or a list is what an error shows as an example of it.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )

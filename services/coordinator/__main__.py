@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millrace.errors import MillraceError
-from millrace.garbage import collect_rarely
+from millrace.service_process import VersionOption, collect_rarely
 from millrace.telemetry import logs
 from millrace.telemetry.spans import export
-from millrace.version import VersionOption
 from millrace.wire.address import InsecureOption, require_token
-from services.coordinator.fleet.patience import Patience
+from services.coordinator.fleet.fleet import Patience
 
 if TYPE_CHECKING:
     from services.coordinator.process import Settings

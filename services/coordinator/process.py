@@ -14,10 +14,9 @@ from millrace.errors import InvalidState, Unavailable
 from millrace.local.private import new_private_folder
 from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
 from millrace.wire.address import host_address
-from millrace.wire.http.server import GRACE_S, HttpServer, listening
+from millrace.wire.http_server import GRACE_S, HttpServer, listening
 from millrace.wire.server import LARGEST_GROUP_BYTES, Server
-from services.coordinator.fleet.fleet import Fleet
-from services.coordinator.fleet.patience import Patience
+from services.coordinator.fleet.fleet import Fleet, Patience
 from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.expiry import expire_jobs

@@ -5,9 +5,9 @@ from typing import Annotated
 import typer
 
 from millrace.engines import ENGINE_NAMES
+from millrace.service_process import VersionOption
 from millrace.spec.pool import ROLLOUT
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsPortOption
-from millrace.version import VersionOption
 from millrace.wire.address import CoordinatorOption, HostOption, InsecureOption, advertise
 from services.rollout.nodes.place import NODE_LOST_S, LeaderOption, NodeLostOption, NodeRankOption, NodesOption
 

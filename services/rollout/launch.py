@@ -16,11 +16,11 @@ import typer
 
 from millrace.engines import ENGINE_NAMES, ENGINES
 from millrace.errors import MillraceError
+from millrace.local.host import free_port
 from millrace.local.launcher import FORKING, Launcher, fork_from
-from millrace.local.ports import free_port
 from millrace.local.restarts import Restarts
+from millrace.service_process import VersionOption
 from millrace.telemetry import logs
-from millrace.version import VersionOption
 from millrace.wire import last_words
 from millrace.wire.address import HostOption, InsecureOption, advertise, bind_address, host_address, require_token
 from services.rollout.engines import probe

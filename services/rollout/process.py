@@ -9,9 +9,9 @@ from typing import NoReturn
 import structlog
 
 from millrace.errors import MillraceError
-from millrace.garbage import collect_rarely
 from millrace.ids import MemberId, new_member_id
 from millrace.local.sockets import remove_sockets, short_sockets
+from millrace.service_process import collect_rarely
 from millrace.spec.pool import ROLLOUT
 from millrace.telemetry import logs
 from millrace.telemetry.spans import export

@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from millrace.errors import MillraceError
+from millrace.service_process import VersionOption
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsPortOption
-from millrace.version import VersionOption
 from millrace.wire.address import (
     CoordinatorOption,
     HostOption,

@@ -7,8 +7,8 @@ import pytest
 
 from millrace.admission.hosts import warnings
 from millrace.backends.megatron import MegatronOptions
+from millrace.descriptors import Hosts
 from millrace.megatron.topology import Topology
-from millrace.rank_groups import Hosts
 from millrace.spec import JobSpec, parse
 
 

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from millrace.backends import BACKEND_NAMES, BACKENDS
-from millrace.cli import probes
-from millrace.cli.probes import Finding, Need, Needed, Verdict
+from millrace.cli import doctor as probes
+from millrace.cli.doctor import Finding, Need, Needed, Verdict
 from millrace.engines import ENGINE_NAMES
-from millrace.extras import how_to_install
-from millrace.software import Software, installed_release
+from millrace.software import Software, how_to_install, installed_release
 
 
 def needed(package: str, module: str, *tested: str) -> Needed:

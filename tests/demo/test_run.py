@@ -10,8 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from millrace.cli import app
-from millrace.demo.report import Outcome, print_outcome
-from millrace.demo.run import JOB, MARGIN, job_spec
+from millrace.demo.run import JOB, MARGIN, Outcome, job_spec, print_outcome
 from millrace.drops import DropReason
 from millrace.rest import JobState, JobView, LedgerView, StepMetrics
 from millrace.spec import load

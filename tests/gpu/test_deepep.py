@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from millrace.local.ports import free_port
+from millrace.local.host import free_port
 from millrace.megatron.deepep import obstacle
 
 pytestmark = [

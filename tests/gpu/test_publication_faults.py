@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.local.devices import visible_devices
+from millrace.local.host import visible_devices
 from services.rollout.engines import probe
 from tests.e2e.conftest import vowels_job
 from tests.e2e.faults import FAULTS, RANKS, REPLICAS, Whole

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from millrace.ids import MemberId
-from millrace.local.devices import device_name, visible_devices
+from millrace.local.host import device_name, visible_devices
 from millrace.wire.channel import Peer
 from services.rollout.replica import Replica
 from services.rollout.work.leases import Leases

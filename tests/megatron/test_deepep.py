@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.cli import probes
-from millrace.cli.probes import Verdict
+from millrace.cli import doctor as probes
+from millrace.cli.doctor import Verdict
 from millrace.megatron import deepep
 
 WORKS = {"__init__.py": "class Buffer: ...\n", "utils.py": "class EventHandle: ...\nclass EventOverlap: ...\n"}

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from millrace.planner.candidates import model_shape
 from millrace.planner.hardware import KINDS
-from millrace.planner.model import model_shape
 from millrace.planner.plan import Cluster, Plan, make_plan
 from millrace.planner.workload import workload
 from millrace.spec import JobSpec, load, parse

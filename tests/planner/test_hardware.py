@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import InvalidJob
-from millrace.planner.hardware import KINDS, hardware
-from millrace.planner.links import Links
+from millrace.planner.hardware import KINDS, Links, hardware
 
 
 def test_a_file_gives_the_figures_of_another_gpu(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_every_prediction_is_near_enough_or_says_why_not(rows: list[planner.Row]
 
 def test_every_constant_of_the_page_is_that_of_the_code() -> None:
     from millrace.planner import constants
-    from millrace.planner.trainer import imbalance
+    from millrace.planner.trainer import layout
 
     text = planner.PAGE.read_text(encoding="utf-8")
     told = {
@@ -41,7 +41,7 @@ def test_every_constant_of_the_page_is_that_of_the_code() -> None:
         "38 bytes": constants.OPTIMIZER_BYTES,
         "28.5 µs": constants.REQUEST_S * 1e6,
         "32 µs": constants.EAGER_OPERATION_S * 1e6,
-        "1 + 0.8": imbalance.EXPERT_SPREAD,
+        "1 + 0.8": layout.EXPERT_SPREAD,
         "and in shadow mode 5.6": constants.COMMIT_PASSES,
     }
     for words, value in told.items():

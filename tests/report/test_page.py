@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from millrace.cli import app
-from millrace.cli.report import write
+from millrace.cli.show import write
 from millrace.client import Client
 from millrace.drops import DropReason
 from millrace.errors import InvalidState

@@ -6,8 +6,7 @@ import pytest
 
 from millrace.data import open_source
 from millrace.rewards import load
-from millrace.rewards.entry import pack, unpack
-from millrace.rewards.reasoning_gym import KEY, TASKS, create
+from millrace.rewards.reasoning_gym import KEY, TASKS, create, pack, unpack
 
 # Tasks whose gold answer is only an example or none at all: their scorer gives it 0.
 NO_GOLD = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}

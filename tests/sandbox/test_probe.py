@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from millrace.cli import probes
-from millrace.cli.probes import Verdict
+from millrace.cli import doctor as probes
+from millrace.cli.doctor import Verdict
 from millrace.sandbox.boundaries import Boundary, Missing, listed
 from millrace.sandbox.probe import missing
 
 FORBIDDEN = """
 import json
-from millrace.cli import probes
+from millrace.cli import doctor as probes
 from tests.services.rollout.scoring.hostile_replica import become, forbid_namespaces
 if USER: become(USER)
 forbid_namespaces()

@@ -8,10 +8,9 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from millrace.errors import InvalidJob, Mistake, wrong_value
 from millrace.spec import parse
 from millrace.spec.rollout import Rollout
-from millrace.validation.fields import OneOf
+from millrace.validation.fields import OneOf, StrictModel
 from millrace.validation.kinds import kind_of
 from millrace.validation.mistakes import InvalidValue, explain
-from millrace.validation.model import StrictModel
 from millrace.validation.names import choose, closest
 
 

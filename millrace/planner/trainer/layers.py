@@ -5,11 +5,8 @@ from dataclasses import dataclass
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.memory.layers import kept_elements, linear_layers
 from millrace.planner import constants
-from millrace.planner.hardware import Gpu
-from millrace.planner.links import Links
-from millrace.planner.trainer.imbalance import PLANNED, Imbalance
-from millrace.planner.trainer.layout import Layout
-from millrace.planner.trainer.seconds import Cause, Seconds, added, scaled
+from millrace.planner.hardware import Gpu, Links
+from millrace.planner.trainer.layout import PLANNED, Cause, Imbalance, Layout, Seconds, added, scaled
 
 ELEMENT = 2
 """Bytes of an element in forward and backward passes, bfloat16."""

@@ -1,6 +1,9 @@
 """How a job divides its model over the trainer's GPUs, in one form for both backends."""
 
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from millrace.backends import fsdp2, megatron
 from millrace.megatron.architectures.shape import ModelShape
@@ -95,3 +98,82 @@ def _megatron(spec: JobSpec, shape: ModelShape, gpus: int) -> Layout:
         moved_optimizer=o.offload_optimizer,
         moved_weights=o.offload_parameters,
     )
+
+
+class Cause(StrEnum):
+    """What a trainer's seconds are spent on."""
+
+    PRODUCTS = "products"
+    """Matrix products of the layers."""
+    ATTENTION = "attention"
+    ELEMENTWISE = "elementwise"
+    """Reading and writing activations."""
+    LAUNCHES = "launches"
+    """Starting the products of experts, one by one."""
+    HEAD = "head"
+    """The output head: products and logits."""
+    TENSOR = "tensor"
+    """Exchange between tensor- or context-parallel ranks."""
+    EXPERTS = "experts"
+    """Exchange of tokens between expert-parallel ranks."""
+    PIPELINE = "pipeline"
+    """Waiting for other pipeline stages."""
+    PACKING = "packing"
+    """Waiting for ranks with fuller micro-batches."""
+    DATA = "data"
+    """Gathering weights and adding gradients over data-parallel ranks."""
+    OPTIMIZER = "optimizer"
+    OFFLOAD = "offload"
+    """Moving weights, optimizer and activations between GPU and host memory."""
+
+
+Seconds = Mapping[Cause, float]
+
+
+def added(parts: Iterable[Seconds]) -> dict[Cause, float]:
+    """The sum, cause by cause."""
+    found: dict[Cause, float] = {}
+    for part in parts:
+        for cause, seconds in part.items():
+            found[cause] = found.get(cause, 0.0) + seconds
+    return found
+
+
+def scaled(seconds: Seconds, factor: float) -> dict[Cause, float]:
+    return {cause: factor * value for cause, value in seconds.items()}
+
+
+def total(seconds: Seconds) -> float:
+    return sum(seconds.values())
+
+
+WASTE = 0.001
+"""Waiting where ranks meet in every micro-batch, for each data-parallel rank (BENCHMARKS.md, "Packing and balancing":
+0.62 % over 8 ranks, 3.4 % over 32)."""
+MOST_WASTE = 0.1
+EXPERT_SPREAD = 0.8
+"""Standard deviation of the tokens of an expert over their mean, in a micro-batch of a trained model. Not measured
+here: SGLang reports that spreading DeepSeek-V3's experts evenly over 32 ranks makes prefill 1.49 times as fast."""
+
+
+def planned_waste(ranks: int) -> float:
+    """Share of time that data-parallel ranks wait for each other, with Millrace's plan of micro-batches."""
+    return min(MOST_WASTE, WASTE * (ranks - 1))
+
+
+@dataclass(frozen=True)
+class Imbalance:
+    packing: Callable[[int], float] = planned_waste
+    """Share of time lost where data-parallel ranks meet in every micro-batch, by their number."""
+    expert_spread: float = EXPERT_SPREAD
+    """0: every expert has the same number of tokens."""
+
+    def fullest(self, experts: int, ranks: int) -> float:
+        """Tokens of the fullest of the expert-parallel ranks over their mean: the largest of `ranks` normal values,
+        each the mean of the experts of one rank."""
+        if ranks <= 1:
+            return 1.0
+        return 1.0 + self.expert_spread * math.sqrt(2 * math.log(ranks) * ranks / experts)
+
+
+PLANNED = Imbalance()

@@ -13,12 +13,9 @@ from millrace.memory.layers import (
     vocabulary_parameters,
 )
 from millrace.planner import constants
-from millrace.planner.hardware import GIGA, Gpu
-from millrace.planner.links import Links
-from millrace.planner.trainer.imbalance import PLANNED, Imbalance
+from millrace.planner.hardware import GIGA, Gpu, Links
 from millrace.planner.trainer.layers import ELEMENT, LayerTimes, MicroBatch
-from millrace.planner.trainer.layout import Layout
-from millrace.planner.trainer.seconds import Cause, Seconds, added, scaled, total
+from millrace.planner.trainer.layout import PLANNED, Cause, Imbalance, Layout, Seconds, added, scaled, total
 from millrace.planner.workload import Workload
 from millrace.spec.lora import Lora
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.rewards import math
-from millrace.rewards.ground_truth import truths_of
+from millrace.rewards.option_values import truths_of
 from millrace.rewards.programs import scorer as programs
 from millrace.rewards.sources.rules import Rule, rule_of, why_none
 

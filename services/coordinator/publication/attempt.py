@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -19,9 +19,32 @@ from millrace.weights.phases import PublicationId
 from millrace.weights.plans.manifest import Content
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import TrainerLost
-from services.coordinator.publication.background import BackgroundCalls
 from services.coordinator.publication.senders import Sender
 from services.coordinator.state.member import Member
+
+BRIEFLY_S = 0.5
+"""How long `wait_briefly` waits for members that may hang."""
+
+
+class BackgroundCalls:
+    """Keeps references to its tasks until they are done, since the event loop does not."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, *calls: Coroutine[Any, Any, None]) -> list[asyncio.Task[None]]:
+        """Starts `calls` as tasks; cancelling the caller does not cancel them."""
+        tasks = [asyncio.create_task(call) for call in calls]
+        for task in tasks:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return tasks
+
+    async def wait_briefly(self, *calls: Coroutine[Any, Any, None]) -> None:
+        """Starts `calls` and waits up to BRIEFLY_S for them; those that are not done by then go on."""
+        if tasks := self.start(*calls):
+            await asyncio.wait(tasks, timeout=BRIEFLY_S)
+
 
 log = structlog.get_logger(__name__)
 Result = TypeVar("Result")

@@ -18,9 +18,8 @@ from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer, TrainerLost
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
-from services.coordinator.publication.attempt import Attempt
+from services.coordinator.publication.attempt import Attempt, BackgroundCalls
 from services.coordinator.publication.attempt_phases import run_phases
-from services.coordinator.publication.background import BackgroundCalls
 from services.coordinator.publication.report import PublicationReport
 from services.coordinator.publication.senders import Sender, SiblingSender, TrainerSender
 from services.coordinator.publication.transfer_setup import MemberLayouts

@@ -12,12 +12,10 @@ from millrace.errors import Unavailable
 from millrace.wire.channel import token
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.waiting import JobViews
-from services.coordinator.rest import callers, documentation, fleet, jobs, page, timeline
-from services.coordinator.rest.crowd import MOST_REQUESTS, InProgress
+from services.coordinator.rest import callers, fleet, jobs, pages, reading, timeline
+from services.coordinator.rest.middleware import MOST_REQUESTS, InProgress, Timed
 from services.coordinator.rest.problems import install
-from services.coordinator.rest.reading import spec
 from services.coordinator.rest.schema import CALLERS, EVERYWHERE, Application, Responses, error_responses
-from services.coordinator.rest.timed import Timed
 from services.coordinator.stages.run import Components
 
 ABOUT = """Reinforcement-learning post-training of language models as three services.
@@ -61,10 +59,10 @@ def application(components: Components, control: Control, views: JobViews, name:
     )
     app.include_router(timeline.routes(components.store, components.spans), dependencies=allowed, responses=CALLERS)
     app.include_router(fleet.routes(components.fleet, components.queue), dependencies=allowed, responses=CALLERS)
-    app.include_router(spec.routes(), dependencies=allowed, responses=CALLERS)
+    app.include_router(reading.routes(), dependencies=allowed, responses=CALLERS)
     _operations(app, components)
-    documentation.add(app)
-    page.add(app)
+    pages.add(app)
+    pages.add_page(app)
     return app
 
 

@@ -2,15 +2,17 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import Depends, Path, Request
 
 from millrace.errors import InvalidJob
 from millrace.spec.document import UNREADABLE, Document
 from millrace.validation.kinds import kind_of
 from services.coordinator.rest.problems import ContentTooLarge, RequestTimeout, UnsupportedMediaType
+from services.coordinator.state.job import no_such_job
 
 MAX_BYTES = 16 << 20
 RECEIVE_S = 30.0
@@ -74,3 +76,17 @@ async def _whole(request: Request) -> bytes:
         what = f"the body has {size} bytes, more than {MAX_BYTES}."
         raise ContentTooLarge(what, "put data and rewards into files, and name the files in the job spec.")
     return bytes(body)
+
+
+JOB_ID = r"^job-[0-9a-f]{12}$"
+LARGEST_STEP = 2**31 - 1
+
+
+async def _id(job_id: Annotated[str, Path(json_schema_extra={"pattern": JOB_ID})]) -> str:
+    """A job's id. The store makes keys of it, so nothing else may get there."""
+    if not re.fullmatch(JOB_ID, job_id):
+        raise no_such_job(job_id)
+    return job_id
+
+
+Id = Annotated[str, Depends(_id)]

@@ -19,8 +19,8 @@ from services.coordinator.jobs.waiting import JobViews
 from services.coordinator.observe import groups
 from services.coordinator.observe.events import Events
 from services.coordinator.rest import bodies
-from services.coordinator.rest.parameters import LARGEST_STEP, Id
-from services.coordinator.rest.reading import samples, series, spec
+from services.coordinator.rest.bodies import LARGEST_STEP, Id
+from services.coordinator.rest.reading import add_samples, add_series, add_spec
 from services.coordinator.rest.schema import (
     BODY_ERRORS,
     CHANGES_BODY,
@@ -117,9 +117,9 @@ def routes(store: Store, control: Control, views: JobViews, events: Events) -> A
         return views.of(await control.resume(job_id, await bodies.fields(request)))
 
     _add_reading(router, store)
-    series.add(router, store)
-    samples.add(router, store)
-    spec.add(router, store)
+    add_series(router, store)
+    add_samples(router, store)
+    add_spec(router, store)
     _add_following(router, store, events)
     return router
 

@@ -8,8 +8,8 @@ from millrace.rest.diagnosis import DiagnosisView
 from millrace.rest.timeline import TimelineView
 from services.coordinator.observe.diagnosis import diagnosis
 from services.coordinator.observe.span_store import KEPT_STEPS, SpanStore
+from services.coordinator.rest.bodies import LARGEST_STEP, Id
 from services.coordinator.rest.jobs import ERRORS
-from services.coordinator.rest.parameters import LARGEST_STEP, Id
 from services.coordinator.store import Store
 
 Step = Annotated[

@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from pydantic import ValidationError
 
 from millrace.errors import BadRow, InvalidJob, refused
-from millrace.extras import how_to_install
+from millrace.software import how_to_install
 from millrace.validation.mistakes import explain
 
 ENVIRONMENT = "rollout.environment"

@@ -10,7 +10,7 @@ import structlog
 import millrace
 from millrace.contracts.v1 import fleet_pb2, rollout_pb2
 from millrace.ids import MemberId, Version
-from millrace.local.devices import device_name
+from millrace.local.host import device_name
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.prometheus import replica as names
 from millrace.telemetry.metrics.prometheus.every_service import describe_process

@@ -19,7 +19,7 @@ from millrace.telemetry.metrics.prometheus.endpoint import MetricsEndpoint
 from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
 from millrace.wire.address import bind_address
 from millrace.wire.channel import Peer
-from millrace.wire.http.server import HttpServer, listening
+from millrace.wire.http_server import HttpServer, listening
 from millrace.wire.membership import Membership
 from millrace.wire.server import Server
 from services.rollout.engine import Engine, EngineDied

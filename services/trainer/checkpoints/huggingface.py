@@ -16,8 +16,7 @@ from millrace.data.quantization import unquantized
 from millrace.errors import InvalidState
 from millrace.weights.plans.manifest import TensorInfo
 from millrace.weights.unread import predicts_ahead
-from services.trainer.checkpoints.model_files import ModelFiles, readable
-from services.trainer.checkpoints.value_head import WEIGHT
+from services.trainer.checkpoints.model_files import WEIGHT, ModelFiles, readable
 from services.trainer.ranks import collectives
 
 Export = Callable[[str], Iterator[tuple[TensorInfo, Tensor | None]]]

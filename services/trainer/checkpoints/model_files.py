@@ -5,18 +5,18 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
+from types import EllipsisType, TracebackType
 from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from millrace.checkpoints.source import FIELD as WEIGHTS_FIELD
 from millrace.checkpoints.source import checkpoint_folder
 from millrace.data.model_folder import FIELD
-from millrace.data.quantization import SCALES, block_scales
-from millrace.errors import InvalidJob
-from services.trainer.checkpoints.block_scaled import BlockScaledTensor
+from millrace.data.quantization import SCALES, BlockScales, block_scales
+from millrace.errors import InvalidJob, refused
 from services.trainer.checkpoints.foreign.files import CheckpointFiles
 
 INDEX = "model.safetensors.index.json"
@@ -185,3 +185,85 @@ def _index(folder: Path) -> dict[str, str]:
         return dict(json.loads(index.read_text())["weight_map"])
     with _opened(folder / SINGLE) as file:
         return dict.fromkeys(file.keys(), SINGLE)
+
+
+CRITIC_FIELD = "algorithm.critic.path"
+WEIGHT, BIAS = "score.weight", "score.bias"
+
+
+def stored_head(folder: Path, hidden: int) -> Tensor | None:
+    """The weight of the folder's head, [1, hidden]; None where the folder has no head. Raises InvalidJob where its head
+    is not one of a critic."""
+    found: dict[str, Tensor] = {}
+    if readable(folder):
+        with ModelFiles(folder) as files:
+            found = {name: files.whole(name) for name in (WEIGHT, BIAS) if files.has(name)}
+    weight = found.get(WEIGHT)
+    if weight is not None and weight.shape != (1, hidden):
+        reason = f"its {WEIGHT} is {tuple(weight.shape)}, not {(1, hidden)}: a critic says one number"
+        raise refused(CRITIC_FIELD, str(folder), reason, "give a model with one label, or one without a head.")
+    if BIAS in found and bool(torch.count_nonzero(found[BIAS])):
+        fix = "give a model whose head has none, or one without a head."
+        raise refused(CRITIC_FIELD, str(folder), f"its {BIAS} is not 0, and the critic's head has no bias", fix)
+    return weight
+
+
+def config_changes(architectures: list[str]) -> dict[str, object]:
+    """The entries in which the config.json of a critic's folder differs from that of its language model."""
+    return {
+        "architectures": [name.replace("ForCausalLM", "ForTokenClassification") for name in architectures],
+        "id2label": {"0": "value"},
+        "label2id": {"value": 0},
+        "tie_word_embeddings": False,
+    }
+
+
+Index = EllipsisType | slice | tuple[slice, ...]
+
+
+class BlockScaledTensor:
+    """Each element times the factor of its block. Blocks divide the last two dimensions.
+
+    It has the interface of a safetensors slice: indexing it reads only what is asked for, and the factors of the blocks
+    that this touches.
+    """
+
+    def __init__(self, stored: Any, scales: Any, blocks: BlockScales) -> None:
+        """`stored` and `scales` are safetensors slices of float8 elements and of factors. Raises ValueError where there
+        is not one factor for each block."""
+        self.shape = tuple(stored.get_shape())
+        self._stored = stored
+        self._scales = scales
+        self._sizes = (*(1 for _ in self.shape[2:]), blocks.rows, blocks.columns)
+        found = tuple(scales.get_shape())
+        wanted = tuple(-(-n // size) for n, size in zip(self.shape, self._sizes, strict=True))
+        if found != wanted:
+            raise ValueError(f"scales of shape {found} for blocks of {blocks.rows} × {blocks.columns}, not {wanted}")
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def __getitem__(self, index: Index) -> Tensor:
+        """The elements in a box, float32. `index` has a slice with step 1 for each of the first dimensions."""
+        given = () if index is ... else index if isinstance(index, tuple) else (index,)
+        asked = [*given, *(slice(None) for _ in self.shape[len(given) :])]
+        box = [slice(*part.indices(n)[:2]) for part, n in zip(asked, self.shape, strict=True)]
+        if any(part.start >= part.stop for part in box):
+            return torch.empty([max(0, part.stop - part.start) for part in box])
+        touched = [
+            slice(part.start // size, (part.stop - 1) // size + 1) for part, size in zip(box, self._sizes, strict=True)
+        ]
+        values: Tensor = self._stored[tuple(box)].to(torch.float32)
+        return _scaled(values, self._scales[tuple(touched)].to(torch.float32), box[-2:], self._sizes[-2:])
+
+
+def _scaled(values: Tensor, scales: Tensor, box: list[slice], sizes: tuple[int, ...]) -> Tensor:
+    """Multiplies `values`, a box of rows and columns, by the factors of the blocks that it touches, in place."""
+    rows, columns = box
+    first_row, first_column = rows.start // sizes[0], columns.start // sizes[1]
+    wide = scales.index_select(-1, torch.arange(columns.start, columns.stop) // sizes[1] - first_column)
+    for number in range(wide.shape[-2]):  # one row of blocks at a time: no second tensor of the size of `values`
+        begin = max(rows.start, (first_row + number) * sizes[0]) - rows.start
+        end = min(rows.stop, (first_row + number + 1) * sizes[0]) - rows.start
+        values[..., begin:end, :].mul_(wide[..., number : number + 1, :])
+    return values

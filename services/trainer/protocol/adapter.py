@@ -12,8 +12,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from millrace.weights.plans.manifest import Content
-from services.trainer.protocol.published import Published
+from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
+from millrace.weights.plans.memory import Memory
+
+
+class Published(Protocol):
+    """The tensors of one `Content` on all ranks."""
+
+    def manifest(self, dtype: str) -> Manifest:
+        """Names, shapes and dtypes of the tensors that `export` yields, in its order."""
+
+    def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
+        """The tensors one after the other: whole on rank 0, on the backend's device; None on other ranks."""
+
+    def shards(self, dtype: str) -> Memory | None:
+        """The boxes of the manifest's tensors that this rank holds, as they are now. None where a tensor is not made of
+        boxes of this rank's memory. A collective."""
+
 
 LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 PEFT_PREFIX = "base_model.model."

@@ -16,10 +16,9 @@ from millrace.errors import InvalidState
 from millrace.memory.ledger import Part
 from millrace.sequence_cost import SequenceCost
 from millrace.weights.plans.manifest import Content, TensorInfo
-from services.trainer.protocol.adapter import Adapter
+from services.trainer.protocol.adapter import Adapter, Published
 from services.trainer.protocol.local_tensors import NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch
-from services.trainer.protocol.published import Published
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 
 from millrace.contracts.method import Unary
 from millrace.errors import MillraceError, OutOfMemory, Unavailable
-from services.trainer.ranks.answers import Answer, Crash, decode_answer, encode_answer
+from services.trainer.ranks.collectives import Answer, Crash, decode_answer, encode_answer
 from services.trainer.ranks.heartbeats import Heartbeats
 from services.trainer.ranks.world import World
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from millrace.rank_groups import Hosts
+from millrace.descriptors import Hosts
 from services.trainer.ranks import life
 from services.trainer.ranks.store import Store
 

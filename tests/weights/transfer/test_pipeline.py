@@ -9,8 +9,8 @@ import torch
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.sharded import plan
 from millrace.weights.transfer.channels.gloo import serve_store
-from millrace.weights.transfer.failure_signal import FailureSignal, connect
 from millrace.weights.transfer.pipeline import ReceivePipeline, SendPipeline, SlotRing
+from millrace.weights.transfer.session import FailureSignal, connect
 from tests.weights.transfer.ranks import MANIFEST, Ranks, check, fused, split, values
 
 

@@ -8,7 +8,7 @@ import contextlib
 import os
 from importlib import import_module
 
-from millrace.local.devices import visible_devices
+from millrace.local.host import visible_devices
 from services.rollout.engines.vllm.environment import set_cpu_environment, set_environment
 
 EVERYWHERE = (

@@ -16,12 +16,12 @@ from services.trainer.protocol.adapter import (
     LORA_B,
     MAGNITUDE,
     AdapterSettings,
+    Published,
     is_adapter,
     merged,
     stored_name,
     tensor_name,
 )
-from services.trainer.protocol.published import Published
 
 BASE = ".base_layer."
 """Part of the names of tensors that belong to a layer with an adapter, and not to the adapter."""

@@ -16,8 +16,8 @@ from millrace.weights.plans.manifest import TensorInfo
 from services.trainer.backends.fsdp2.attention import model_inputs
 from services.trainer.backends.fsdp2.computable import check_config
 from services.trainer.backends.fsdp2.flops import sequence_cost
+from services.trainer.backends.fsdp2.loading.boxes import LocalPart
 from services.trainer.backends.fsdp2.loading.folder import ModelFolder
-from services.trainer.backends.fsdp2.loading.local import LocalPart
 from services.trainer.backends.fsdp2.model import (
     Sharding,
     build_unfilled,
@@ -27,7 +27,7 @@ from services.trainer.backends.fsdp2.model import (
 )
 from services.trainer.backends.fsdp2.published import export
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel
-from services.trainer.checkpoints.value_head import FIELD, config_changes, stored_head
+from services.trainer.checkpoints.model_files import CRITIC_FIELD, config_changes, stored_head
 from services.trainer.protocol.backend import Output, ValueLossFn
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
@@ -58,16 +58,18 @@ class Fsdp2Critic(ShardedModel):
         if chosen.path is not None:
             source = source.model_copy(update={"path": chosen.path, "weights": None})
         with collectives.fail_together():
-            config = load_config(source, FIELD)
-            check_config(spec, options, config, source.path, FIELD)
+            config = load_config(source, CRITIC_FIELD)
+            check_config(spec, options, config, source.path, CRITIC_FIELD)
             if (size := config.get_text_config().vocab_size) != vocabulary:
                 reason = f"it knows {size} tokens and the policy {vocabulary}"
-                raise refused(FIELD, source.path, reason, "give a model with the policy's tokenizer.")
+                raise refused(CRITIC_FIELD, source.path, reason, "give a model with the policy's tokenizer.")
 
         def build() -> ValueModel:
-            return ValueModel(build_unfilled(AutoModel, source, config, sharding, dtype=torch.float32, field=FIELD))
+            return ValueModel(
+                build_unfilled(AutoModel, source, config, sharding, dtype=torch.float32, field=CRITIC_FIELD)
+            )
 
-        folder = ModelFolder(AutoModel, source, config, torch.float32, FIELD)
+        folder = ModelFolder(AutoModel, source, config, torch.float32, CRITIC_FIELD)
         module: Any = shard_model(build, folder, sharding, "model", lambda built: _fill_head(built, folder))
         if spec.trainer.activation_recompute:
             module.model.gradient_checkpointing_enable({"use_reentrant": False})

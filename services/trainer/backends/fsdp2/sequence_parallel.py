@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from services.trainer.backends.whole_scores import gather_scores
+from services.trainer.backends.head import gather_scores
 from services.trainer.protocol.backend import DataParallel
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks.world import COLLECTIVE_S

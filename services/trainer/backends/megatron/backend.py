@@ -30,17 +30,15 @@ from services.trainer.backends.megatron.adapters.policy import (
     merged_weights,
 )
 from services.trainer.backends.megatron.experts import replay
-from services.trainer.backends.megatron.experts.dispatch import dispatcher
 from services.trainer.backends.megatron.experts.load_balance import LoadMeter, auxiliary_loss, replayed_share
 from services.trainer.backends.megatron.model.chunks import ChunkPlan, Policy, build_chunks
-from services.trainer.backends.megatron.model.configuration import configuration
+from services.trainer.backends.megatron.model.configuration import configuration, dispatcher
 from services.trainer.backends.megatron.model.layers import layers
 from services.trainer.backends.megatron.model.resting import RestingParameters
 from services.trainer.backends.megatron.optimizer.optimizer import Updater, wrap
 from services.trainer.backends.megatron.parallel.schedule import Pipeline
-from services.trainer.backends.megatron.weights.export import GatherPlan
+from services.trainer.backends.megatron.weights.export import GatherPlan, check_whole_folder, read
 from services.trainer.backends.megatron.weights.part import ChunkTensors, PublishedPart
-from services.trainer.backends.megatron.weights.reading import check_whole_folder, read
 from services.trainer.backends.megatron.weights.state import state
 from services.trainer.protocol.backend import Critic, DataParallel, LossFn, Output, TokenScores
 from services.trainer.protocol.local_tensors import LocalBoxes, NamedTensors

@@ -15,7 +15,7 @@ from millrace.memory.ledger import Part
 from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import TensorInfo
 from services.trainer.backends.megatron.backend import MegatronBackend, ModelSetup
-from services.trainer.checkpoints.value_head import FIELD, config_changes, stored_head
+from services.trainer.checkpoints.model_files import CRITIC_FIELD, config_changes, stored_head
 from services.trainer.protocol.backend import Output, ValueLossFn
 from services.trainer.protocol.local_tensors import NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch
@@ -33,11 +33,11 @@ def build_critic(spec: JobSpec, setup: ModelSetup) -> "MegatronCritic":
     folder = Path(chosen.path or spec.model.path)
     weights = spec.model.weights if chosen.path is None else None
     with collectives.fail_together():
-        shape = read_shape(folder, FIELD)
+        shape = read_shape(folder, CRITIC_FIELD)
         check(setup.options, shape, dist.get_world_size(), cuda=setup.device.type == "cuda")
         if shape.vocabulary != setup.shape.vocabulary:
             reason = f"it knows {shape.vocabulary} tokens and the policy {setup.shape.vocabulary}"
-            raise refused(FIELD, str(folder), reason, "give a model with the policy's tokenizer.")
+            raise refused(CRITIC_FIELD, str(folder), reason, "give a model with the policy's tokenizer.")
         stored_head(folder, shape.hidden)
     critic_spec = spec.model_copy(
         update={

@@ -8,8 +8,7 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
-from millrace.checkpoints.index import CheckpointIndex, read_index
-from millrace.checkpoints.located import Located, Part
+from millrace.checkpoints.index import CheckpointIndex, Located, Part, read_index
 from millrace.checkpoints.source import is_megatron, located
 from services.trainer.checkpoints.box_files import DTYPES
 from services.trainer.checkpoints.foreign.chunks import ChunkReader

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from millrace.checkpoints.located import Located, Part
+from millrace.checkpoints.index import Located, Part
 from millrace.weights.loader.stored import stored_tensors, views
 from millrace.weights.plans.views import viewed_box
 from services.trainer.checkpoints.foreign.written import Form, Target

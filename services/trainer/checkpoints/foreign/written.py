@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace.backends.megatron import MegatronOptions
-from millrace.checkpoints.located import Part
+from millrace.checkpoints.index import Part
 from millrace.checkpoints.megatron_names import EXPERTS, LAYERS, PADDED, SAME
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.topology import Topology

@@ -1,6 +1,6 @@
 """The choice between whole weights and changes, from the seconds of earlier transfers."""
 
-from services.coordinator.publication.path_choice import TRY_AGAIN_AFTER, WORTH_S, PathChoice
+from services.coordinator.publication.transfer_setup import TRY_AGAIN_AFTER, WORTH_S, PathChoice
 
 
 def test_fast_links_never_try_deltas():

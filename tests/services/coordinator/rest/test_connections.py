@@ -9,10 +9,10 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 
-from millrace.wire.http import connections
-from millrace.wire.http.connections import PatientProtocol
+from millrace.wire import http_server
+from millrace.wire.http_server import PatientProtocol
 from services.coordinator.rest import bodies
-from services.coordinator.rest.crowd import InProgress
+from services.coordinator.rest.middleware import InProgress
 from services.coordinator.rest.problems import install
 
 LARGE = 32 << 20
@@ -57,7 +57,7 @@ def served(use: Callable[[int, uvicorn.Server], Awaitable[None]]) -> None:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(http_server, "PATIENCE_S", 0.2)
 
 
 async def cut_off(reader: asyncio.StreamReader) -> bytes:
@@ -98,7 +98,7 @@ def test_a_slow_sender_is_cut_off(begin: bytes, part: bytes) -> None:
 
 
 def test_headers_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(http_server, "PATIENCE_S", 60.0)
 
     async def use(port: int, server: uvicorn.Server) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -124,7 +124,7 @@ def test_a_slow_reader_is_cut_off_and_a_reader_is_not(monkeypatch: pytest.Monkey
         await until(lambda: not server.server_state.connections)
         assert len(await cut_off(reader)) < LARGE
         writer.close()
-        monkeypatch.setattr(connections, "PATIENCE_S", 2.0)  # less than /slow takes, more than a busy machine waits
+        monkeypatch.setattr(http_server, "PATIENCE_S", 2.0)  # less than /slow takes, more than a busy machine waits
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http:
             assert len((await http.get("/large")).content) == LARGE
             assert (await http.get("/slow")).text == "ok"

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from millrace.errors import Unavailable
-from services.coordinator.rest import documentation
+from services.coordinator.rest import pages as documentation
 from services.coordinator.rest.problems import install
 
 

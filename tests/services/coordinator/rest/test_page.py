@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.rest.page import PAGE, STATIC
+from services.coordinator.rest.pages import PAGE, STATIC
 
 WEB = Path(__file__).parents[4] / "web"
 STYLE = (WEB / "src" / "page.css").read_text()

@@ -1,7 +1,7 @@
 """The table of the trainer's memory in a report."""
 
 from millrace.rest import StepMetrics
-from services.coordinator.stages.memory import memory_by_phase, memory_lines
+from services.coordinator.stages.report import memory_by_phase, memory_lines
 
 SCORING, UPDATE = (57.0, 55.5), (47.1, 46.0)
 """Peaks of a job whose reference has a large token budget, predicted and measured, GiB."""

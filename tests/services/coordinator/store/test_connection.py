@@ -9,8 +9,7 @@ from redis.exceptions import ResponseError
 
 from millrace.contracts.v1 import work_pb2
 from services.coordinator.__main__ import _loop_factory
-from services.coordinator.fleet.fleet import Fleet
-from services.coordinator.fleet.patience import Patience
+from services.coordinator.fleet.fleet import Fleet, Patience
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.redis_server import RedisServer

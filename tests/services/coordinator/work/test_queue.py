@@ -17,8 +17,7 @@ from millrace.errors import Fenced, NotFound
 from millrace.ids import JobId, MemberId, Purpose, Version
 from millrace.spec import parse
 from millrace.wire.channel import PROTOCOL_VERSION
-from services.coordinator.fleet.fleet import Fleet
-from services.coordinator.fleet.patience import Patience
+from services.coordinator.fleet.fleet import Fleet, Patience
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.stages.issue import training_sampling

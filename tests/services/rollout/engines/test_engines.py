@@ -25,7 +25,7 @@ from millrace.weights.plans.manifest import Content, Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.wire_layouts import Planner, encode
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, serve_store
-from millrace.weights.transfer.delta.snapshot import Snapshot
+from millrace.weights.transfer.delta.exchange import Snapshot
 from millrace.weights.transfer.pipeline import ReceivePipeline
 from millrace.weights.transfer.session import PublicationSession
 from services.rollout.engine import (

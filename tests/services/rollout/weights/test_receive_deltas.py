@@ -12,7 +12,7 @@ from millrace.contracts.methods import RolloutRpc
 from millrace.contracts.v1 import rollout_pb2, weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.weights.plans import wire_layouts
-from millrace.weights.transfer.delta.snapshot import Snapshot
+from millrace.weights.transfer.delta.exchange import Snapshot
 from tests.models import random_model
 from tests.sender import export
 from tests.services.rollout.coordinator import JOB, publish

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from millrace.errors import InvalidJob
 from services.trainer.backends import build
 from services.trainer.checkpoints import export
-from services.trainer.checkpoints.model_files import ModelFiles
-from services.trainer.checkpoints.value_head import stored_head
+from services.trainer.checkpoints.model_files import ModelFiles, stored_head
 from services.trainer.protocol.microbatch import MicroBatch
 from tests.fp8 import dequantized, quantized, save_quantized
 from tests.services.trainer.backends.fsdp2.test_backend import samples

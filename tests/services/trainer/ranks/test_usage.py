@@ -3,8 +3,7 @@
 import torch
 
 from millrace.telemetry.gpus import GpuReading
-from services.trainer.ranks.heartbeats import Heartbeat
-from services.trainer.ranks.usage import Usage, UsageMeter, usage_of_ranks
+from services.trainer.ranks.heartbeats import Heartbeat, Usage, UsageMeter, usage_of_ranks
 
 
 def test_a_rank_measures_itself_and_its_host() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.trainer.step.rewards import overlong_penalty
+from services.trainer.step.loss_inputs import overlong_penalty
 
 
 @pytest.mark.parametrize(

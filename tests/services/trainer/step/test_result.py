@@ -22,10 +22,9 @@ from services.trainer.protocol.backend import TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.service.worker import _response
-from services.trainer.step import shown
 from services.trainer.step.kl import KlCoefficient
 from services.trainer.step.loss import ActorLoss, LossOutput
-from services.trainer.step.step import StepResult, train_step
+from services.trainer.step.step import StepResult, shown_groups, train_step
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import episode_groups, job_spec, random_groups, refs
 from tests.services.trainer.step.plain_grpo import Plain, numbered
@@ -149,7 +148,7 @@ def test_shown_groups_have_what_the_losses_read(
 
 
 def test_a_group_that_does_not_fit_is_left_out_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shown, "MOST_TOKENS", 6)
+    monkeypatch.setattr("services.trainer.step.step.MOST_TOKENS", 6)
     lengths = [2, 2, 1, 1, 2, 1, 1]
     groups = [
         pb.GroupRef(prompt_id="a", response_tokens=[2, 2], shown=True),
@@ -162,13 +161,13 @@ def test_a_group_that_does_not_fit_is_left_out_whole(monkeypatch: pytest.MonkeyP
     known_bt[0] = False
 
     def told() -> list[tuple[str, list[int]]]:
-        found = shown.shown_groups(groups, lengths, values_bt, known_bt, -values_bt)
+        found = shown_groups(groups, lengths, values_bt, known_bt, -values_bt)
         return [(group.prompt_id, [len(each.logprobs) // 4 for each in group.trajectories]) for group in found]
 
     assert told() == [("a", [0, 2]), ("d", [1, 1])]
     groups[2].shown = True
     assert told() == [("a", [0, 2]), ("c", [2])]
-    (first, _) = shown.shown_groups(groups, lengths, values_bt, known_bt, -values_bt)
+    (first, _) = shown_groups(groups, lengths, values_bt, known_bt, -values_bt)
     assert unpack_floats(first.trajectories[1].logprobs).tolist() == [2.0, 3.0]
     assert unpack_floats(first.trajectories[0].advantages).tolist() == [0.0, -1.0]
 

@@ -5,8 +5,7 @@ import torch
 
 from millrace.weights.plans.sharded import plan
 from millrace.weights.transfer.delta.codec import Coding
-from millrace.weights.transfer.delta.exchange import ReceivingDeltas, SendingDeltas
-from millrace.weights.transfer.delta.snapshot import Snapshot
+from millrace.weights.transfer.delta.exchange import ReceivingDeltas, SendingDeltas, Snapshot
 from millrace.weights.transfer.pipeline import ReceivePipeline, SendPipeline
 from tests.weights.transfer.ranks import MANIFEST, Ranks, check, fused, split, values
 

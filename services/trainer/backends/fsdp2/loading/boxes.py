@@ -7,13 +7,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from millrace.weights.loader.stored import stored_tensors, views
 from millrace.weights.plans.views import ViewedBox, viewed_box
 from millrace.weights.unread import Unread
 from services.trainer.backends.fsdp2.adapted import BASE
-from services.trainer.backends.fsdp2.loading.local import LocalPart
 from services.trainer.checkpoints.huggingface import layer_count
 from services.trainer.checkpoints.model_files import ModelFiles
 from services.trainer.checkpoints.unread import check_unread
@@ -115,3 +116,25 @@ def _read(each: StoredBox, files: ModelFiles, low: list[int], high: list[int]) -
     values: Tensor = stored[tuple(slices)]
     order = [along for along in each.box.along if along is not None]
     return values.permute(*order, *(dim for dim in range(dims) if dim not in order))
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """The box of a tensor that this rank holds."""
+
+    values: Tensor
+    offset: tuple[int, ...]
+    """First index of the box in the tensor, in each dimension."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "LocalPart":
+        if not isinstance(tensor, DTensor):
+            return cls(tensor.detach(), (0,) * tensor.dim())
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return cls(tensor.to_local().detach(), tuple(offset))
+
+    @torch.no_grad()
+    def copy_from(self, whole: Tensor) -> None:
+        """Takes this rank's box of a tensor that is whole here."""
+        box = tuple(slice(o, o + n) for o, n in zip(self.offset, self.values.shape, strict=True))
+        self.values.copy_(whole[box])

@@ -24,7 +24,6 @@ from millrace.spec.model import Model
 from millrace.weights.unread import Unread, other_values
 from services.trainer.backends.fsdp2.adapted import BASE
 from services.trainer.backends.fsdp2.loading import boxes
-from services.trainer.backends.fsdp2.loading.buffers import computed_buffers
 from services.trainer.checkpoints.model_files import ModelFiles, readable
 from services.trainer.protocol.adapter import is_adapter
 from services.trainer.ranks import collectives
@@ -171,3 +170,22 @@ class ModelFolder:
             return kind.from_pretrained(
                 None, config=config, state_dict=tensors, dtype=self.dtype, output_loading_info=True
             )
+
+
+def computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The buffers of a model on the meta device that are not stored, as transformers sets them when it loads one.
+
+    The parameters stay on the meta device, so their initialisation takes neither memory nor time. Raises
+    NotImplementedError or RuntimeError where a model's initialisation reads its parameters.
+    """
+    names = [name for name, _ in model.named_non_persistent_buffers()]
+    for name in names:
+        owner, _, key = name.rpartition(".")
+        buffers = model.get_submodule(owner)._buffers
+        meta = buffers[key]
+        assert meta is not None
+        buffers[key] = torch.empty_like(meta, device="cpu")
+    for part in model.modules():
+        part.__dict__.pop("_is_hf_initialized", None)  # set on the meta device, where it means nothing
+    model.initialize_weights()
+    return {name: model.get_buffer(name) for name in names}

@@ -9,8 +9,7 @@ from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from services.trainer.backends.fsdp2.adapted import gathered, local
 from services.trainer.backends.fsdp2.published import export, shards
-from services.trainer.protocol.adapter import LORA_B, AdapterSettings, is_adapter, stored_name
-from services.trainer.protocol.published import Published
+from services.trainer.protocol.adapter import LORA_B, AdapterSettings, Published, is_adapter, stored_name
 
 
 def parts(module: nn.Module, settings: AdapterSettings, device: torch.device, rank: int) -> Mapping[Content, Published]:

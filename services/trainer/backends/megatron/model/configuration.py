@@ -2,13 +2,17 @@
 
 from typing import Any
 
+import structlog
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from millrace.backends.megatron import MegatronOptions, Recompute
+from millrace.descriptors import Hosts
+from millrace.errors import refused
 from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, ModelShape
+from millrace.megatron.deepep import obstacle as deepep_obstacle
 
 
 def configuration(
@@ -139,3 +143,22 @@ def _latent(shape: ModelShape, latent: LatentAttention) -> dict[str, Any]:
         "mscale": rope.mscale,
         "mscale_all_dim": rope.mscale_all_dim,
     }
+
+
+log = structlog.get_logger(__name__)
+
+
+def dispatcher(options: MegatronOptions, hosts: Hosts) -> str:
+    """`deepep` or `alltoall`, for ranks that lie on `hosts`. Across hosts DeepEP was never run, so `auto` does not take
+    it there. Raises InvalidJob where DeepEP is asked for and not available."""
+    asked, across = options.experts.dispatcher, hosts.cross(options.expert_parallel, options.expert_tensor_size)
+    if asked == "alltoall" or options.expert_parallel == 1:
+        return "alltoall"
+    obstacle = "expert_parallel crosses hosts" if asked == "auto" and across else deepep_obstacle()
+    if obstacle is None:
+        return "deepep"
+    if options.experts.dispatcher == "deepep":
+        raise refused("trainer.backend_options.experts.dispatcher", "deepep", obstacle, "set it to auto.")
+    if torch.cuda.is_available():
+        log.warning("experts are dispatched by all-to-all", reason=obstacle)
+    return "alltoall"

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from millrace.backends.megatron import MegatronOptions
 from millrace.errors import InvalidState
-from services.trainer.backends.head import WantedTokens
+from services.trainer.backends.head import WantedTokens, gather_scores
 from services.trainer.backends.megatron.experts.load_balance import free_dispatchers
-from services.trainer.backends.megatron.parallel.context import whole_scores
 from services.trainer.backends.megatron.parallel.packing import PackedBatch, pack
 from services.trainer.protocol.microbatch import MicroBatch
 
@@ -108,3 +107,15 @@ class Pipeline:
         dist.broadcast(flat, last, group=parallel_state.get_pipeline_model_parallel_group())
         parts: tuple[Tensor, ...] = flat.split(counts, dim=1)
         return list(parts)
+
+
+def whole_scores(mine_kr: Tensor, packed: PackedBatch) -> Tensor:
+    """The scores of all context-parallel ranks, [2 + K, R], in the order of the micro-batch.
+
+    All ranks compute the same loss. Each keeps the gradient of its part; these are summed with the gradients of
+    data parallelism.
+    """
+    if packed.order_r is None:
+        return mine_kr
+    by_rank_kr = gather_scores(mine_kr, packed.counts, parallel_state.get_context_parallel_group())
+    return by_rank_kr[:, packed.order_r]

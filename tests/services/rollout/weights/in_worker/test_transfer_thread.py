@@ -18,8 +18,7 @@ from millrace.errors import PublicationFailed
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.transfer.channels.channel import Channel, ChannelMessage
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
-from millrace.weights.transfer.failure_signal import FailureSignal, connect
-from millrace.weights.transfer.session import PublicationSession
+from millrace.weights.transfer.session import FailureSignal, PublicationSession, connect
 from services.rollout.weights.in_worker.transfer_thread import TransferThread
 from services.rollout.weights.transfer_request import TransferRequest
 from tests.forked import CONTEXT

@@ -14,8 +14,8 @@ from millrace.weights.plans.memory import Memory, pieces_in_message, unpack
 from millrace.weights.plans.sharded import plan
 from millrace.weights.transfer.round_operations import round_operations
 from services.trainer.backends import build
+from services.trainer.protocol.adapter import Published
 from services.trainer.protocol.backend import published
-from services.trainer.protocol.published import Published
 from services.trainer.ranks import collectives
 from tests.forked import CONTEXT
 from tests.services.trainer.backends.megatron import tiny

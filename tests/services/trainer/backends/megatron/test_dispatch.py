@@ -3,8 +3,8 @@
 import pytest
 
 from millrace.backends.megatron import MegatronOptions
-from millrace.rank_groups import Hosts
-from services.trainer.backends.megatron.experts import dispatch
+from millrace.descriptors import Hosts
+from services.trainer.backends.megatron.model import configuration as dispatch
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from millrace.errors import InvalidJob
 from services.trainer.backends import build
 from services.trainer.backends.fsdp2 import model_check
 from services.trainer.backends.fsdp2.loading import boxes
-from services.trainer.backends.fsdp2.loading.buffers import computed_buffers
-from services.trainer.backends.fsdp2.loading.folder import ModelFolder
+from services.trainer.backends.fsdp2.loading.folder import ModelFolder, computed_buffers
 from services.trainer.checkpoints.model_files import ModelFiles
 from tests.forked import CONTEXT
 from tests.models import save_tiny_model

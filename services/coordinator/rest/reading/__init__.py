@@ -1,1 +1,0 @@
-"""Routes that read what a job has left: curves, groups of samples, its spec."""
