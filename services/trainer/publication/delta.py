@@ -1,7 +1,7 @@
 """The sending ranks of a publication that sends only what changed since the version that the receivers hold.
 
 It is the sharded transfer with another channel: plan, communicator, rounds and checksums are the same. What is added is
-a snapshot of what was sent last, in host memory (`millrace/weights/transfer/delta/snapshot.py`), and this rule:
+a snapshot of what was sent last, in host memory (`millrace/weights/transfer/delta/exchange.py`), and this rule:
 
 **Changes are sent only against a publication that every rank has kept whole and every receiver has put in place.**
 Rank 0 learns of the latter by `finish`; until then, and after any failure, the snapshot counts as nobody's. PREPARE
@@ -19,8 +19,7 @@ from millrace.contracts.v1.trainer_pb2 import PrepareSendRequest, PrepareSendRes
 from millrace.errors import PublicationFailed
 from millrace.weights.phases import PublicationId
 from millrace.weights.transfer.channels.channel import Channel
-from millrace.weights.transfer.delta.exchange import SendingDeltas
-from millrace.weights.transfer.delta.snapshot import Snapshot
+from millrace.weights.transfer.delta.exchange import SendingDeltas, Snapshot
 from millrace.weights.transfer.pipeline import TransferTimes
 from services.trainer.memory import exhausted
 from services.trainer.protocol.backend import Backend

@@ -24,8 +24,8 @@ from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
 from millrace.weights.transfer.checksum import checksum
 from millrace.wire.address import host_address
+from services.trainer.protocol.adapter import Published
 from services.trainer.protocol.backend import Backend, published
-from services.trainer.protocol.published import Published
 
 log = structlog.get_logger(__name__)
 
