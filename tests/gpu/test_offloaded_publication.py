@@ -65,7 +65,9 @@ def test_messages_hold_what_is_exported_before_and_after_an_update(
             assert memory is not None and memory.device == device
             if content is not Content.ADAPTER:
                 assert all(buffer.is_pinned() for buffer in memory.buffers if buffer.numel())
-            check_published(source, "bfloat16")
+            # Merged weights are computed on the GPU for messages, and in host memory for exports.
+            merged = lora is not None and lora["merge"]
+            check_published(source, "bfloat16", ulps=2 if merged else 0)
 
 
 @pytest.mark.parametrize("lora", [[], ["--lora", "8"]], ids=["whole", "merged"])
