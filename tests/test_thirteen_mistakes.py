@@ -48,7 +48,7 @@ MISTAKES = {
     "missing file": Wrong("data.files", "there is no file", {"data.files": ["{}/none.jsonl"]}),
     "wrong column": Wrong(
         "data.files",
-        "column prompt: is missing",
+        "has no column prompt or messages",
         {"data.files": ["{}/columns.jsonl"]},
         {"columns.jsonl": json.dumps({"question": "1 + 1 =", **WITHOUT_PROMPT})},
     ),
