@@ -38,6 +38,7 @@ if sys.version_info < (3, 12):
 
 MEGATRON = "services/trainer/backends/megatron"
 BUSY = (
+    "e2e/test_algorithms.py",
     "e2e/test_elastic.py",
     "e2e/test_publication_faults.py",
     "e2e/test_chaos.py",
@@ -49,7 +50,6 @@ BUSY = (
     f"{MEGATRON}/test_job.py",
     "services/trainer/publication/test_shards_over_ranks.py",
     "services/rollout/test_process.py",
-    "e2e/test_algorithms.py",
     "services/trainer/step/test_critic.py",
     "services/trainer/service/test_process.py",
     "bench/test_publication.py",
@@ -64,8 +64,12 @@ TOGETHER = {
     f"{MEGATRON}/test_critic.py": f"{MEGATRON}/test_job.py",
     "e2e/agents/test_agent_programs.py": "e2e/test_algorithms.py",
     "e2e/agents/test_tool_servers.py": "e2e/test_algorithms.py",
+    "e2e/test_adapters.py": "e2e/test_algorithms.py",
+    "e2e/test_diagnosis.py": "e2e/test_algorithms.py",
+    "e2e/test_poison.py": "e2e/test_algorithms.py",
     "e2e/test_recipes.py": "e2e/test_algorithms.py",
     "e2e/test_replay.py": "e2e/test_algorithms.py",
+    "e2e/test_timeline.py": "e2e/test_algorithms.py",
 }
 """Files that share a session's fixture which takes long to make: file → the file with which it runs."""
 STARTING = {"of_the_file", "ranks", "two_ranks", "whole", "start", "stack"}

@@ -249,7 +249,7 @@ def test_submit_and_validate_put_values_over_those_of_the_file(url: str, client:
 def test_a_bad_file_never_reaches_the_coordinator(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("name: x\nmodle: {path: y}\n")
     told = millrace("submit", str(tmp_path / "job.yaml"), url="http://127.0.0.1:9", status=1).stderr
-    assert "did you mean `model`?" in told and "output: is missing" in told
+    assert "did you mean `model`?" in told and "data: is missing" in told
 
 
 def test_watching_ends_with_the_job_and_its_status_tells_how(url: str, client: Client, job_file: Path) -> None:
@@ -278,11 +278,12 @@ def test_an_interrupt_only_detaches(url: str, client: Client, job_file: Path) ->
     client.cancel(job.id)
 
 
-def test_validate_tells_every_mistake_or_that_there_is_none(
-    spec: dict[str, Any], job_file: Path, tmp_path: Path
-) -> None:
-    assert "model, data and reward are usable" in millrace("validate", str(job_file)).stdout
-    assert json.loads(millrace("validate", str(job_file), "--json").stdout)["name"] == "words"
+def test_validate_tells_every_mistake_or_that_there_is_none(spec: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump({**spec, "output": str(tmp_path / "fresh" / "output")}))
+    assert "model, data and reward are usable" in millrace("validate", str(file)).stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"], "it makes no folder"
+    assert json.loads(millrace("validate", "--fields-only", str(file), "--json").stdout)["name"] == "words"
     broken = {**spec, "model": {"path": "/no-such-folder"}, "reward": {"function": "exakt"}}
     (tmp_path / "broken.yaml").write_text(yaml.safe_dump(broken))
     told = millrace("validate", str(tmp_path / "broken.yaml"), status=1).stderr
@@ -296,18 +297,13 @@ def test_validate_and_submit_tell_with_which_values_an_adapter_learns_slowly(
 ) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(spec | {"model": {**spec["model"], "lora": {"rank": 8}}}))
-    for told in (millrace("validate", str(file)).stdout, millrace("submit", str(file), url=url).stdout):
+    for command in (("validate", "--fields-only"), ("submit",)):
+        told = millrace(*command, str(file), url=url if "submit" in command else "").stdout
         assert "model.lora.rank: 8: " in told and "trainer.optimizer.lr: 1e-06: " in told
     client.cancel(client.jobs(limit=1)[0].id)
     job = client.submit(load(file))
     assert [each.field for each in job.advice] == ["model.lora.rank", "trainer.optimizer.lr"]
     client.cancel(job.id)
-
-
-def test_validate_makes_no_folder(spec: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump({**spec, "output": str(tmp_path / "fresh" / "output")}))
-    millrace("validate", str(tmp_path / "job.yaml"))
-    assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
 
 
 def test_without_a_coordinator_the_fix_is_to_start_one() -> None:

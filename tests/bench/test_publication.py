@@ -19,7 +19,11 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("shape", "trainer", "replica", "replicas"),
-    [("tiny-moe", "ep=2", "tp=1", 1), ("tiny", "fsdp=1", "tp=1", 2)],
+    [
+        ("tiny-moe", "ep=2", "tp=1", 1),
+        # two replicas: tests/services/trainer/publication/test_sharded.py has several receivers
+        pytest.param("tiny", "fsdp=1", "tp=1", 2, marks=pytest.mark.matrix),
+    ],
 )
 def test_every_mode_puts_everything_in_its_place(shape: str, trainer: str, replica: str, replicas: int) -> None:
     asked = {"shape": shape, "trainer": trainer, "replica": replica, "replicas": replicas, "device": "cpu"}

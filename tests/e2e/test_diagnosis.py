@@ -23,6 +23,9 @@ from millrace.rest.timeline import IdleCause
 from millrace.telemetry.spans.kinds import LaneKind, SpanKind
 from tests.e2e.conftest import finished, until
 
+pytestmark = pytest.mark.matrix
+"""test_timeline.py covers the way from the spans to the answer, tests/services/coordinator/diagnosis/test_findings.py
+what is found in them."""
 STEPS = 3
 
 
@@ -95,7 +98,6 @@ def test_a_slow_reward(client: Client, job: dict[str, Any], tmp_path: Path) -> N
     assert "rewards, at most" in told.stdout and "reward.workers: raise it" in told.stdout
 
 
-@pytest.mark.matrix  # test_a_slow_reward covers the way from the spans to the answer
 def test_a_trainer_that_is_too_slow(client: Client, job: dict[str, Any], tmp_path: Path) -> None:
     loss = "import time\nfrom torch import Tensor\ndef slow(*, logprobs_bt: Tensor, advantages_bt: Tensor):\n"
     (tmp_path / "slow.py").write_text(f"{loss}    time.sleep(4.0)\n    return -logprobs_bt * advantages_bt, {{}}\n")
@@ -106,7 +108,6 @@ def test_a_trainer_that_is_too_slow(client: Client, job: dict[str, Any], tmp_pat
     assert found.bottleneck is Bottleneck.TRAINER, found.model_dump_json()
 
 
-@pytest.mark.matrix  # test_a_slow_reward covers the way from the spans to the answer
 def test_no_staleness_and_a_long_tail(client: Client, job: dict[str, Any], with_transformers: Stack) -> None:
     """An answer ends at one of some letters: most are short, and a few long. The replica is slow."""
     job["schedule"] |= {"steps": STEPS, "max_staleness": 0}
@@ -118,7 +119,6 @@ def test_no_staleness_and_a_long_tail(client: Client, job: dict[str, Any], with_
     assert found.findings[0].changes[0].setting == "schedule.max_staleness"
 
 
-@pytest.mark.matrix  # test_a_slow_reward covers the way from the spans to the answer
 def test_one_slow_replica(
     start: Callable[..., Stack],
     another_replica: Callable[[Stack, str], subprocess.Popen[bytes]],

@@ -16,7 +16,8 @@ from recipes.run import prepared
 from tests.e2e.conftest import adds_up, finished
 from tests.recipes.published import dapo_file, gsm8k_file
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(600)]
+"""tests/recipes/test_jobs.py has the specs, their data and `validate`; test_algorithms.py trains with all services."""
 
 SMALLER: dict[str, Any] = {
     "data": {"max_prompt_tokens": 400},
@@ -42,7 +43,7 @@ OF_ONE = {
 }
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b-fsdp2", pytest.param("qwen3-8b-megatron", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", OF_ONE)
 def test_a_recipe_trains_two_steps(name: str, client: Client, model: Path, tmp_path: Path) -> None:
     chosen = recipe(name)
     source = str((gsm8k_file if chosen.data == "gsm8k" else dapo_file)(tmp_path / "published.parquet"))

@@ -1,6 +1,8 @@
-"""The timeline of a job of real services, from the submission to the last publication."""
+"""The timeline of a job of real services, from the submission to the last publication, and the diagnosis from it."""
 
 from typing import Any
+
+import pytest
 
 from millrace.client import Client
 from millrace.rest.timeline import LaneView, SpanView, TimelineView
@@ -42,6 +44,8 @@ def test_every_service_tells_what_it_did(client: Client, job: dict[str, Any]) ->
     assert kinds(trainer) >= OF_THE_TRAINER | {SpanKind.CONFIGURE, SpanKind.PREPARE, SpanKind.TRANSFER}
     assert kinds(lane(timeline, LaneKind.REWARDS).spans) == {SpanKind.SCORE}
     assert timeline.dropped_spans == 0
+    found = client.diagnosis(job_id, 1, 2)
+    assert found.from_spans and sum(found.loop_s.values()) == pytest.approx(found.step_s, rel=0.01)
     by_id = {span.span_id: span for one in timeline.lanes for span in one.spans}
     for root in [span for span in coordinator if span.kind is SpanKind.STEP]:
         within = [span for span in by_id.values() if span.trace_id == root.trace_id]

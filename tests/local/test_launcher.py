@@ -1,4 +1,4 @@
-"""The launcher of processes that are forked: what it makes of those that stand still."""
+"""The launcher of processes that are forked: what it makes of those that stand still, fail, or lose their parent."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-STANDING_STILL = """
+PROGRAM = """
 import os, signal, sys, time
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,7 @@ def member(folder):
     _show_life()
     print("life", flush=True)
     if not (folder / "again").exists():
-        (folder / "again").touch()
-        os.kill(os.getpid(), signal.SIGSTOP)
+        {first}
     for _ in range(20):
         time.sleep(0.1)
         _show_life()
@@ -35,10 +34,31 @@ if __name__ == "__main__":
 """
 
 
+def launched(folder: Path, first: str) -> tuple[int, str]:
+    """Status and output of a launcher whose member does `first` in each life before `again` exists in the folder, and
+    is drained in a life after that."""
+    program = folder / "program.py"
+    program.write_text(PROGRAM.replace("{first}", first))
+    done = subprocess.run((sys.executable, str(program), str(folder)), capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
 def test_a_member_that_stands_still_is_started_again(tmp_path: Path) -> None:
     """One that shows life lives on, longer than the other was waited for."""
-    program = tmp_path / "program.py"
-    program.write_text(STANDING_STILL)
-    done = subprocess.run((sys.executable, str(program), str(tmp_path)), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("life\n") == 2 and "they stood still for 1 s" in done.stdout + done.stderr
+    status, told = launched(tmp_path, '(folder / "again").touch(); os.kill(os.getpid(), signal.SIGSTOP)')
+    assert status == 0, told
+    assert told.count("life\n") == 2 and "they stood still for 1 s" in told
+
+
+def test_the_process_that_forks_is_started_again_too(tmp_path: Path) -> None:
+    status, told = launched(
+        tmp_path, '(folder / "again").touch(); os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)'
+    )
+    assert status == 0, told
+    assert told.count("life\n") == 2 and "the processes are started again" in told
+
+
+def test_a_member_that_keeps_failing_ends_the_launcher(tmp_path: Path) -> None:
+    status, told = launched(tmp_path, "sys.exit(3)")
+    assert status == 1 and "ended too often" in told and "ended with status 3" in told
+    assert told.count("life\n") == 3, "it is started again twice"

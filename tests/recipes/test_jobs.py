@@ -28,7 +28,7 @@ from tests.models import byte_tokenizer, save_tiny_model
 from tests.recipes.published import dapo_file, gsm8k_file
 
 COVERING = ("qwen3-8b-megatron",)
-"""Checked by `make test`, as `tests/e2e/test_recipes.py` has one with FSDP2; the others by `make test-all`."""
+"""Checked by `make test`; the others by `make test-all`, which trains some, too (`tests/e2e/test_recipes.py`)."""
 ALL = [pytest.param(each, marks=[] if each in COVERING else pytest.mark.matrix) for each in RECIPES]
 
 

@@ -157,6 +157,7 @@ def test_vllm_is_imported_once(tmp_path: Path) -> None:
     run(tmp_path, scenario, "vllm")
 
 
+@pytest.mark.matrix  # tests/services/trainer/test_launch.py has ranks without their launcher
 def test_a_replica_without_its_launcher_drains(tmp_path: Path) -> None:
     async def scenario(running: Launched) -> None:
         left = [await running.registered(1), running.forking]

@@ -102,6 +102,7 @@ def test_ranks_without_their_launcher_drain(launched: Launched) -> None:
     assert not psutil.wait_procs(left, timeout=60)[1]
 
 
+@pytest.mark.matrix  # tests/local/test_launcher.py has it with a process of its own
 def test_the_process_that_forks_is_started_again_too(launched: Launched) -> None:
     launched.registered(1)
     before = launched.ranks()
@@ -114,6 +115,7 @@ def test_the_process_that_forks_is_started_again_too(launched: Launched) -> None
     assert launched.served.script.registrations == 2, "what was drained is not started again"
 
 
+@pytest.mark.matrix  # tests/local/test_launcher.py has it with a process of its own
 def test_ranks_that_keep_failing_end_the_trainer(launched: Launched) -> None:
     seen: set[int] = set()
     while launched.process.poll() is None:

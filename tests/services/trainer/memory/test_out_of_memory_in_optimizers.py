@@ -31,7 +31,8 @@ def failing_at(call: int, own: Callable[..., Any], counts: Callable[..., bool] =
     return function
 
 
-@pytest.mark.parametrize("learner", ["actor", "critic"])
+# the actor's alone: test_so_does_one_in_host_memory_of_which_some_parts_are_done
+@pytest.mark.parametrize("learner", [pytest.param("actor", marks=pytest.mark.matrix), "critic"])
 def test_an_optimizer_that_may_have_written_weights_costs_them(
     learner: str,
     new_rank: Callable[..., Rank],
@@ -74,8 +75,16 @@ MOMENTS: dict[str, tuple[str, Callable[..., bool], dict[str, Any]]] = {
 """How an optimizer allocates its moments: the function of torch, which calls of it, and the job's options."""
 
 
-@pytest.mark.parametrize("place", MOMENTS)
-@pytest.mark.parametrize("algorithm", [{}, PPO], ids=["policy", "policy after critic"])
+# `make test` has each place and each algorithm once
+@pytest.mark.parametrize(
+    ("algorithm", "place"),
+    [
+        pytest.param({}, "device", id="policy-device"),
+        pytest.param({}, "host", id="policy-host", marks=pytest.mark.matrix),
+        pytest.param(PPO, "device", id="policy after critic-device", marks=pytest.mark.matrix),
+        pytest.param(PPO, "host", id="policy after critic-host"),
+    ],
+)
 def test_without_memory_for_the_first_moments_the_step_is_repeated_as_if_nothing_had_been(
     algorithm: dict[str, Any],
     place: str,

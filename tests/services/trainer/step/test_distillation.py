@@ -159,7 +159,8 @@ def test_scores_that_do_not_fit_are_refused(
         stepped(job(tied_model, "k1"), build(job(tied_model, "k1"), torch.device("cpu")), groups, served)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+# of the others the gradient is tested above
+@pytest.mark.parametrize("loss", [*(pytest.param(loss, marks=pytest.mark.matrix) for loss in LOSSES[:2]), LOSSES[2]])
 def test_the_policy_comes_nearer_to_the_teacher(
     loss: str, tied_model: Path, served: tuple[ScriptedCoordinator, ControlThread]
 ) -> None:

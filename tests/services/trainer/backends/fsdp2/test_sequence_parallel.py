@@ -77,9 +77,9 @@ CASES = {
     "experts, with a critic of another size": Case(
         "experts", shared_by(4), {"algorithm": algorithm(kl=None, kl_in="loss"), "trainer": RECOMPUTE}, {"critic": 2}
     ),
-    "lora": Case("untied", shared_by(2), {"model": LORA}),
 }
 MATRIX = {
+    "lora": Case("untied", shared_by(2), {"model": LORA}),
     "copies": Case("tied", shared_by(2, fsdp_size=2, offload_parameters=True), {"algorithm": KL}),
     "copies of one": Case("tied", shared_by(4, fsdp_size=1)),
     "lora in host memory": Case(
@@ -246,7 +246,7 @@ def test_sharing_a_micro_batch_changes_no_number(one_rank: torch.device, folder:
 
 
 @pytest.mark.slow
-@pytest.mark.matrix
+@pytest.mark.matrix  # the test above and offload/test_divisions.py have the parts of these
 def test_sharing_a_micro_batch_composes(one_rank: torch.device, folder: Path) -> None:
     compare(folder, MATRIX)
 

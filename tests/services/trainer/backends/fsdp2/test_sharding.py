@@ -4,7 +4,7 @@ Each rank has two micro-batches of an update. Gradients and losses are those of 
 steps have the size of the learning rate, so that weights say little of a gradient's scale.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,13 +27,17 @@ from tests.services.trainer.backends.fsdp2.test_shards import check
 from tests.services.trainer.checkpoints.saved import save
 from tests.services.trainer.groups import job_spec
 
-CASES: dict[str, dict[str, Any]] = {
+Cases = Mapping[str, dict[str, Any]]
+CASES: Cases = {
     "plain": {},
     "copies": {"fsdp_size": 2},
-    "host": {"offload_parameters": True},
     "copies-host": {"fsdp_size": 2, "offload_parameters": True, "offload_activations": True},
+}
+MATRIX: Cases = {
+    "host": {"offload_parameters": True},
     "copies-moments": {"fsdp_size": 2, "offload_optimizer": True},
 }
+"""For `make test-all`: offload/test_divisions.py has both."""
 RANKS = 4
 LENGTHS = [(3, 9), (12, 4), (7, 20), (5, 5), (2, 8), (4, 1), (9, 11), (6, 3)]
 CLOSE = 2e-5
@@ -57,13 +61,13 @@ def first_pass(backend: Any, batches: Sequence[MicroBatch]) -> dict[str, Tensor]
     return {**found, "losses": torch.stack(losses)}
 
 
-def on_rank(rank: int, folder: Path, model: Path) -> None:
+def on_rank(rank: int, folder: Path, model: Path, cases: Cases) -> None:
     """A pass, and three updates, on this rank's quarter of the samples; every case saves gradients, a checkpoint and
     what it exports."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), RANKS)
     dist.init_process_group("cpu:gloo", store=store, rank=rank, world_size=RANKS)
-    for name, options in CASES.items():
+    for name, options in cases.items():
         backend: Any = build(job_spec(model, trainer={"backend_options": options}), torch.device("cpu"))
         batches = micro_batches(slice(rank, None, RANKS))
         if options.get("fsdp_size"):
@@ -106,7 +110,8 @@ def check_abandoned(backend: Any, batches: Sequence[MicroBatch]) -> None:
 
 
 @pytest.mark.slow
-def test_no_division_changes_a_weight(one_rank: torch.device, untied_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MATRIX, marks=pytest.mark.matrix)], ids=["covering", "rest"])
+def test_no_division_changes_a_weight(cases: Cases, one_rank: torch.device, untied_model: Path, tmp_path: Path) -> None:
     """Losses, gradients, and weights after three updates are those of one rank, which reads the checkpoint of each
     division."""
     backend = build(job_spec(untied_model), one_rank)
@@ -114,13 +119,13 @@ def test_no_division_changes_a_weight(one_rank: torch.device, untied_model: Path
     losses = one.pop("losses")
     trained(backend, samples(LENGTHS))
     expected = {info.name: tensor for info, tensor in backend.export("float32") if tensor is not None}
-    ranks = [CONTEXT.Process(target=on_rank, args=(rank, tmp_path, untied_model)) for rank in range(RANKS)]
+    ranks = [CONTEXT.Process(target=on_rank, args=(rank, tmp_path, untied_model, cases)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(300)
     assert [process.exitcode for process in ranks] == [0] * RANKS
-    for name in CASES:
+    for name in cases:
         for rank in range(RANKS):
             gradients = load_file(tmp_path / f"{name}-{rank}.gradients")
             torch.testing.assert_close(gradients.pop("losses"), losses[rank::RANKS], atol=CLOSE, rtol=CLOSE)

@@ -71,8 +71,7 @@ def check_adapter(folder: Path, targets: list[str] | None = None) -> None:
             for tensor in model.state().values():
                 tensor.add_(0.25 + round_)
             for content in (Content.BASE, Content.ADAPTER, Content.MODEL):
-                for dtype in ("bfloat16", "float32"):
-                    check_published(published(model, content), dtype)
+                check_published(published(model, content), ("bfloat16", "float32")[round_])
 
 
 def check_merged(folder: Path, **lora: object) -> None:
@@ -92,7 +91,7 @@ def check_merged(folder: Path, **lora: object) -> None:
 def on_rank(rank: int, store: str, folders: list[Path]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    for folder in folders:
+    for folder in folders[:2]:
         check(folder)
     check_adapter(folders[0])
     check_merged(folders[1], rank=3, dora=True)

@@ -130,6 +130,7 @@ MATRIX: dict[int, set[str]] = {
         "PP2",
         "MoE EP2 own optimizer state",
         "MoE TP2",
+        "MoE TP2 EP2",
         "MoE PP2",
         "MoE VPP2",
         "MoE DP2",
@@ -137,6 +138,7 @@ MATRIX: dict[int, set[str]] = {
         "MLA EP2",
         "resumed MoE DP2 own optimizer state",
         "resumed TP2 tied",
+        "resumed PP2 tied",
     },
     4: {"TP2 PP2"},
 }

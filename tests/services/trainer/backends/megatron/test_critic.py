@@ -22,7 +22,10 @@ from tests.services.trainer.step.test_step import OPTIMIZER, local_step
 SAME = ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "critic/vf_explained_var")
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
+# test_job.py has the other topologies without a critic
+@pytest.mark.parametrize(
+    "name", ["TP2", *(pytest.param(n, marks=pytest.mark.matrix) for n in TOPOLOGIES if n != "TP2")]
+)
 def test_trains_as_one_rank_of_the_other_backend_and_goes_on_from_its_checkpoint(
     name: str,
     two_ranks: TwoRanks,

@@ -38,19 +38,19 @@ SELECTIVE = {"recompute": {"granularity": "selective", "modules": ["core_attn", 
 CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "1": {
         "alone": ("qwen3", {}),
-        "recomputed": ("qwen3", {**FULL, "offload_parameters": True}),
         "MoE": ("qwen3_moe", SELECTIVE),
         "MLA": ("deepseek_v3", {}),
         "experts": ("experts", {}),
     },
+    "1, the rest": {"recomputed": ("qwen3", {**FULL, "offload_parameters": True})},
     "2": {
         "TP2": ("qwen3", {"tensor_parallel": 2}),
         "PP2": ("qwen3", {"pipeline_parallel": 2, **FULL}),
-        "MoE EP2": ("qwen3_moe", {"expert_parallel": 2, "distributed_optimizer": False}),
         "experts EP2": ("experts", {"expert_parallel": 2}),
-        "MLA TP2": ("deepseek_v3", {"tensor_parallel": 2}),
     },
     "2, the rest": {
+        "MoE EP2": ("qwen3_moe", {"expert_parallel": 2, "distributed_optimizer": False}),
+        "MLA TP2": ("deepseek_v3", {"tensor_parallel": 2}),
         "DP2": ("qwen3", {}),
         "TP2 without sequence parallelism": ("qwen3", {"tensor_parallel": 2, "sequence_parallel": False}),
         "experts TP2": ("experts", {"tensor_parallel": 2}),
@@ -65,7 +65,7 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     },
 }
 """Launch, which begins with its number of ranks → case → kind of model, and options."""
-MATRIX = ("2, the rest", "4")
+MATRIX = ("1, the rest", "2, the rest", "4")
 """Launches for `make test-all`: they combine what the others have."""
 Trained = Callable[[str], tuple[dict[str, Any], Path]]
 
@@ -219,9 +219,9 @@ def test_what_is_refused(trained: Trained, models: dict[str, Path], tmp_path: Pa
 
 
 def test_its_folder_is_one_of_pefts(trained: Trained, models: dict[str, Path]) -> None:
-    answers, folder = trained("2")
-    for name in ("TP2", "MLA TP2", "experts EP2"):
-        base = AutoModelForCausalLM.from_pretrained(models[MODELS[CASES["2"][name][0]]], dtype=torch.float32)
+    for group, name in (("2", "TP2"), ("1", "MLA"), ("2", "experts EP2")):
+        answers, folder = trained(group)
+        base = AutoModelForCausalLM.from_pretrained(models[MODELS[CASES[group][name][0]]], dtype=torch.float32)
         model = PeftModel.from_pretrained(base, folder / name).eval()
         with torch.no_grad():
             logprobs = torch.cat([scores(model, row)[0] for row in range(16)]).tolist()

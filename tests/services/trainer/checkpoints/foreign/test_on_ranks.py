@@ -19,12 +19,12 @@ Written = dict[str, tuple[str, str, dict[str, Any]]]
 WRITTEN: Written = {
     "megatron qwen2": ("qwen2", "megatron", {}),
     "megatron qwen3_moe": ("qwen3_moe", "megatron", {"tensor_parallel": 2}),
-    "fsdp2 qwen2": ("qwen2", "fsdp2", {}),
     "fsdp2 qwen3_moe": ("qwen3_moe", "fsdp2", {}),
 }
 MATRIX: Written = {
     "megatron mixtral": ("mixtral", "megatron", {"expert_parallel": 2}),
     "megatron deepseek_v3": ("deepseek_v3", "megatron", {"tensor_parallel": 2}),
+    "fsdp2 qwen2": ("qwen2", "fsdp2", {}),
     "fsdp2 mixtral": ("mixtral", "fsdp2", {}),
     "fsdp2 deepseek_v3": ("deepseek_v3", "fsdp2", {}),
 }
