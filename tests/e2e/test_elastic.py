@@ -23,6 +23,7 @@ def reports(client, job_id, member):
 
 def test_replicas_share_join_and_die(start, another_replica, job):
     job["schedule"] |= {"steps": 16, "max_staleness": 4}
+    job["rollout"]["samples_per_prompt"] = 2
     job["trainer"]["optimizer"]["lr"] = 1e-5  # what the engines differ by is not to drown in what the versions do
     stack = start(replicas=2, engine="transformers")
     client = stack.client()
@@ -35,7 +36,7 @@ def test_replicas_share_join_and_die(start, another_replica, job):
     joined = until(
         "the third replica serves",
         lambda: next((r for r in client.fleet().replicas if r.id not in first_two and r.state == "serving"), None),
-        150,
+        300,
     )
     assert joined.version >= 1, "it got the current weights, not those of the model folder"
     (report,) = until("its weights' way is told", lambda: reports(client, view.id, joined.id), 60)

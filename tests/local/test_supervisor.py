@@ -87,6 +87,17 @@ def stack(tmp_path: Path) -> Iterator[Running]:
         running.close()
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One stack for the tests that leave it whole."""
+    running = Running(tmp_path_factory.mktemp("shared") / "state")
+    try:
+        running.wait_until_up()
+        yield running
+    finally:
+        running.close()
+
+
 def test_one_interrupt_takes_all_down_in_order(stack: Running) -> None:
     assert Client(stack.told()["url"]).ready()
     stack.watchdog.send_signal(signal.SIGINT)
@@ -115,24 +126,24 @@ def test_no_process_is_left_when_one_of_the_two_is_killed(stack: Running, who: s
     eventually(lambda: not stack.services(), 30)
 
 
-def test_a_killed_coordinator_comes_back_with_what_it_knew(stack: Running) -> None:
-    before = stack.pids()["coordinator"]
+def test_a_killed_coordinator_comes_back_with_what_it_knew(shared: Running) -> None:
+    before = shared.pids()["coordinator"]
     os.kill(before, signal.SIGKILL)
-    eventually(lambda: stack.pids().get("coordinator", before) != before)
-    with Client(stack.told()["url"], patience_s=20) as client:
+    eventually(lambda: shared.pids().get("coordinator", before) != before)
+    with Client(shared.told()["url"], patience_s=20) as client:
         assert client.jobs() == []
-    trainer = stack.pids()["trainer"]
+    trainer = shared.pids()["trainer"]
     assert psutil.pid_exists(trainer)
-    redis = [p for p in stack.services() if "redis-server" in p.name()]
-    eventually(lambda: len([p for p in stack.services() if "redis-server" in p.name()]) == 1)
+    redis = [p for p in shared.services() if "redis-server" in p.name()]
+    eventually(lambda: len([p for p in shared.services() if "redis-server" in p.name()]) == 1)
     assert redis
 
 
-def test_what_a_dead_service_left_behind_is_ended_before_it_starts_again(stack: Running) -> None:
-    trainer = stack.pids()["trainer"]
-    (child,) = [p for p in alive(stack.mark) if p.ppid() == trainer]
+def test_what_a_dead_service_left_behind_is_ended_before_it_starts_again(shared: Running) -> None:
+    trainer = shared.pids()["trainer"]
+    (child,) = [p for p in alive(shared.mark) if p.ppid() == trainer]
     os.kill(trainer, signal.SIGKILL)
-    eventually(lambda: stack.pids().get("trainer", trainer) != trainer, 30)
+    eventually(lambda: shared.pids().get("trainer", trainer) != trainer, 30)
     assert not runs(child)
 
 
@@ -202,13 +213,13 @@ def test_a_standby_takes_over(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_second_stack_on_the_same_folder_is_refused(stack: Running) -> None:
+def test_a_second_stack_on_the_same_folder_is_refused(shared: Running) -> None:
     with held_port() as http, held_port() as grpc:
-        argv = supervising(stack.state, http, grpc, stack.mark)
+        argv = supervising(shared.state, http, grpc, shared.mark)
         done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1 and "another stack runs on the state folder" in done.stderr
     assert "--state" in done.stderr
-    assert Client(stack.told()["url"]).ready()
+    assert Client(shared.told()["url"]).ready()
 
 
 def test_a_taken_port_is_told_with_the_option(tmp_path: Path) -> None:

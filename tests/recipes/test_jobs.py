@@ -79,6 +79,7 @@ def test_validate_accepts_a_recipe_with_the_published_config(name: str, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.matrix  # the test above has what is prepared, tests/test_hub.py models by a name of the hub
 def test_a_job_is_prepared_with_a_model_of_the_hub_and_with_other_values(tmp_path: Path) -> None:
     source = str(gsm8k_file(tmp_path / "published.parquet"))
     argv = [sys.executable, "-m", "recipes", "prepare", "qwen3-0.6b-fsdp2", str(tmp_path), "--model", "someone/tiny"]

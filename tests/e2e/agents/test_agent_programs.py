@@ -15,7 +15,8 @@ from millrace.rest import SampleView
 from tests.e2e.agents.trained import asking, trained_samples
 from tests.e2e.agents.warmed import save_warmed_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(600)]
+"""services/rollout/sessions/test_replica.py has what the programs sample and post, without the steps."""
 EXAMPLES = Path(__file__).parents[3] / "examples/agents"
 NUMBERS = "123"
 ASKED = "A number?"
@@ -57,7 +58,6 @@ def test_a_shell_script_trains_with_the_rewards_that_it_posts(client: Client, jo
     assert any(len(sample.turns) > 1 for sample in samples), "some episode went on after a wrong number"
 
 
-@pytest.mark.matrix  # services/rollout/sessions/test_replica.py has what the programs sample, without the steps
 @pytest.mark.parametrize("package", ["openai", "anthropic"])
 def test_a_program_with_a_client_package_trains(package: str, client: Client, job: dict[str, Any], tmp_path: Path):
     if find_spec(package) is None:

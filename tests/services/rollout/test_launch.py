@@ -100,6 +100,7 @@ def run(folder: Path, scenario: Callable[[Launched], Awaitable[None]], engine: s
     return (folder / "log").read_text()
 
 
+@pytest.mark.matrix  # test_vllm_is_imported_once and tests/services/trainer/test_launch.py
 def test_a_replica_is_started_again_until_it_is_drained(tmp_path: Path) -> None:
     """Also where somebody else sent it SIGTERM, with which it ends in order."""
 

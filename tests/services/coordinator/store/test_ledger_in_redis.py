@@ -358,11 +358,12 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-def test_scripts_and_table_agree(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("examples", [20, pytest.param(200, marks=pytest.mark.matrix)])  # more draws of the same moves
+def test_scripts_and_table_agree(examples: int, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     LedgerMachine.url = redis_url
     monkeypatch.setattr(prompts_in_redis, "UNDONE_AT_ONCE", 2)
     checks = settings(
-        max_examples=60,
+        max_examples=examples,
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=list(HealthCheck),

@@ -2,7 +2,7 @@
 architecture, in float32.
 
 For those of MATRIX `make test` has, in vLLM, Qwen3 in tests/services/rollout/engines/test_engines.py, and DeepSeek-V3
-here in bfloat16, and with Megatron in tests/e2e/test_recovery.py. Qwen2 is a Qwen3 with other norms and biases, Mixtral
+with Megatron in tests/e2e/test_recovery.py. Qwen2 is a Qwen3 with other norms and biases, Mixtral
 a model of experts as Qwen3-MoE, Moonlight a DeepSeek-V3 without compressed queries, the text path of Qwen2.5-VL a
 Qwen2.
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 """The first test waits for both launches."""
 
 BFLOAT16 = "deepseek_v3 in bfloat16"
-MATRIX = ("qwen2", "qwen3", "mixtral", "deepseek_v3", "moonlight", "qwen2_5_vl")
+MATRIX = ("qwen2", "qwen3", "mixtral", "deepseek_v3", "moonlight", "qwen2_5_vl", BFLOAT16)
 """What vLLM runs in `make test-all` only."""
 IN_VLLM = [pytest.param(kind, marks=[pytest.mark.matrix] * (kind in MATRIX)) for kind in (*KINDS, BFLOAT16)]
 Served = dict[str, tuple[PreTrainedModel, str]]
