@@ -87,7 +87,7 @@ $(MODULES): web/package.json
 	cd web && npm install --no-package-lock --no-fund --no-audit
 	@touch $@
 
-web: $(INSTALLED) $(MODULES) ## builds the page of web/ into the coordinator's static folder (needs Node 20 or later)
+web: $(INSTALLED) $(MODULES) ## builds the page of web/ for the coordinator, and the script of reports for millrace/report (needs Node 20 or later)
 	$(BIN)/python web/rest_types.py > web/src/rest.ts
 	cd web && npm run build
 

@@ -25,6 +25,7 @@ from millrace.events import Event
 from millrace.rest import (
     ENDED,
     FleetView,
+    HistogramView,
     JobPage,
     JobState,
     JobSummary,
@@ -32,8 +33,11 @@ from millrace.rest import (
     LedgerView,
     LogView,
     MemberView,
+    MetricView,
     Problem,
     SampleView,
+    SeriesView,
+    SpecView,
     StepMetrics,
 )
 from millrace.rest.diagnosis import DiagnosisView
@@ -147,6 +151,23 @@ class Client:
         """The job's step metrics, one row per step, from the step after `after_step`. Raises NotFound."""
         rows = self._views(StepMetrics, f"/v1/jobs/{job_id}/metrics", after=after_step)
         return [row for row in rows if row.step > after_step]
+
+    def metric_keys(self, job_id: str) -> list[MetricView]:
+        """Every metric that a step of the job has. Raises NotFound."""
+        return self._views(MetricView, f"/v1/jobs/{job_id}/metrics/keys")
+
+    def series(self, job_id: str, keys: Sequence[str], last: int, points: int = 500) -> SeriesView:
+        """Curves of at most 100 metrics up to step `last`, each with at most `points` points. Raises NotFound."""
+        asked = {"keys": list(keys), "last": last, "points": points}
+        return self._view(SeriesView, "GET", f"/v1/jobs/{job_id}/series", params=asked)
+
+    def histograms(self, job_id: str, last: int) -> list[HistogramView]:
+        """How quantities were distributed in 100 of the newest steps up to step `last`. Raises NotFound."""
+        return self._views(HistogramView, f"/v1/jobs/{job_id}/histograms", last=last)
+
+    def spec(self, job_id: str) -> SpecView:
+        """The job's spec, and the part of it that differs from the defaults. Raises NotFound."""
+        return self._view(SpecView, "GET", f"/v1/jobs/{job_id}/spec")
 
     def samples(self, job_id: str, step: int | None = None, limit: int = 20) -> list[SampleView]:
         """At most `limit` prompts with their answers, rewards and versions: those of `step`, or the newest. Raises

@@ -1,4 +1,5 @@
-/* Builds the page into the coordinator's static folder, with a digest of its sources (tests compare it). */
+/* Builds the page into the coordinator's static folder, and the script of reports into that of millrace/report. Both get a
+   digest of the sources (tests compare it). */
 import { build } from "esbuild";
 import { createHash } from "node:crypto";
 import { copyFileSync, mkdirSync, readdirSync, readFileSync, rmSync, writeFileSync } from "node:fs";
@@ -6,23 +7,28 @@ import { dirname, join, relative } from "node:path";
 import { fileURLToPath } from "node:url";
 
 const here = dirname(fileURLToPath(import.meta.url));
-const out = join(here, "../services/coordinator/rest/static");
-rmSync(out, { recursive: true, force: true });
-mkdirSync(out, { recursive: true });
-await build({
-  entryPoints: [join(here, "src/page.tsx"), join(here, "src/page.css")],
-  outdir: out,
+const source = name => join(here, "src", name);
+const page = join(here, "../services/coordinator/rest/static");
+const report = join(here, "../millrace/report/static");
+const licenses = ["preact", "uplot"].map(name => `${name}\n\n${readFileSync(join(here, "node_modules", name, "LICENSE"), "utf8")}`).join("\n\n");
+const options = {
   bundle: true,
   minify: true,
-  format: "esm",
   target: ["chrome115", "firefox120", "safari17.5"],
   jsx: "automatic",
   jsxImportSource: "preact",
   legalComments: "none",
-});
-copyFileSync(join(here, "src/index.html"), join(out, "index.html"));
-const licenses = ["preact", "uplot"].map(name => `${name}\n\n${readFileSync(join(here, "node_modules", name, "LICENSE"), "utf8")}`);
-writeFileSync(join(out, "licenses.txt"), licenses.join("\n\n"));
+};
+for (const out of [page, report]) {
+  rmSync(out, { recursive: true, force: true });
+  mkdirSync(out, { recursive: true });
+}
+await build({ ...options, entryPoints: [source("page.tsx"), source("page.css")], outdir: page, format: "esm" });
+copyFileSync(source("index.html"), join(page, "index.html"));
+writeFileSync(join(page, "licenses.txt"), licenses);
+// A report is copied and sent without the files beside it: its script carries the licenses.
+const entries = [{ in: source("report.tsx"), out: "report" }, { in: source("page.css"), out: "report" }];
+await build({ ...options, entryPoints: entries, outdir: report, format: "iife", banner: { js: `/*\n${licenses}*/` } });
 
 const files = readdirSync(join(here, "src"), { recursive: true, withFileTypes: true })
   .filter(entry => entry.isFile())
@@ -32,4 +38,5 @@ const types = "src/rest.ts"; // what is built does not depend on them
 for (const name of [...files, "package.json", "build.mjs"].filter(name => name !== types).sort()) {
   digest.update(name + "\n").update(readFileSync(join(here, name)));
 }
-writeFileSync(join(out, "sources.sha256"), digest.digest("hex") + "\n");
+const built = digest.digest("hex") + "\n";
+for (const out of [page, report]) writeFileSync(join(out, "sources.sha256"), built);

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from millrace import events, rest
+from millrace.report.contents import JobReport
 from millrace.rest.diagnosis import DiagnosisView
 from millrace.rest.timeline import TimelineView
 
@@ -30,8 +31,9 @@ ROOTS = (
     events.Event,
     TimelineView,
     DiagnosisView,
+    JobReport,
 )
-"""What the page reads; models that these hold come with them."""
+"""What the page and the report read; models that these hold come with them."""
 PLAIN = {"string": "string", "integer": "number", "number": "number", "boolean": "boolean", "null": "null"}
 Schema = Mapping[str, Any]
 

@@ -213,7 +213,7 @@ def report(
 ) -> None:
     """Write a job as one HTML file: curves of all metrics, samples, prompts, publications, events and the spec.
 
-    The file needs no network and runs no script, so it can be sent to others and kept. The job may still run.
+    The file needs no network and no other file, so it can be sent to others and kept. The job may still run.
     """
     from millrace.report.contents import gather
     from millrace.report.page import report_page

@@ -1,6 +1,5 @@
-"""The report of a job: one HTML file with curves, tables and samples, which needs no network and runs no script.
+"""The report of a job: one HTML file that needs no network and draws with the page's own code.
 
 - `contents` asks the coordinator for everything.
-- `page` puts the sections together; `sections` and `tables` make them, `curves` and `scales` the charts.
-- `markup` makes elements. All text goes through it and is escaped when the page is written.
+- `page` writes it into a file with the script and the style sheet in `static/`, which `make web` builds from `web/`.
 """

@@ -54,7 +54,16 @@ export async function request(path: string, options: RequestInit = {}): Promise<
   return answer;
 }
 
+/* Answers to `get` that a file carries: a report asks no coordinator. */
+let carried: ((path: string) => unknown) | null = null;
+export function answersFrom(file: (path: string) => unknown): void {
+  carried = file;
+}
+/* Whether this is a report: it shows what it carries, and nothing can be asked or changed. */
+export const isReport = (): boolean => carried !== null;
+
 export async function get<T>(path: string, signal?: AbortSignal): Promise<T> {
+  if (carried) return carried(path) as T;
   return (await request(path, { signal })).json();
 }
 

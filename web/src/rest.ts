@@ -194,6 +194,23 @@ export interface JobPage {
   total: number;
 }
 
+/** A job as it was at one time. */
+export interface JobReport {
+  time_s: number;
+  job: JobView;
+  last: StepMetrics | null;
+  keys: MetricView[];
+  series: SeriesView;
+  histograms: HistogramView[];
+  diagnosis: DiagnosisView | null;
+  groups: GroupView[];
+  ledger: LedgerView;
+  publications: PublicationDone[];
+  events: Event[];
+  spec: SpecView;
+  fleet: FleetView;
+}
+
 /** What was asked of a job and is not carried out yet. */
 export type JobRequest = "pause" | "cancel";
 

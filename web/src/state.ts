@@ -1,6 +1,8 @@
 /* What every view shares: the route, the theme, polling, problems. */
 import { useEffect, useRef, useState } from "preact/hooks";
 
+import { isReport } from "./api";
+
 /* The route is the hash: #/job/ID/tab. A bare #ID is an address of earlier releases. */
 export function route(): string[] {
   const parts = location.hash.replace(/^#\/?/, "").split("?")[0].split("/").filter(Boolean).map(decodeURIComponent);
@@ -20,14 +22,17 @@ export function useRoute(): string[] {
   return found;
 }
 
+/* What this browser keeps; a report in another page's frame may have no storage. */
+const storage: Storage | null = (() => { try { return localStorage; } catch { return null; } })();
+
 /* Theme: that of the system until the person chooses. */
 export type Theme = "system" | "light" | "dark";
 const THEME = "theme";
-export const theme = (): Theme => (localStorage.getItem(THEME) as Theme | null) ?? "system";
+export const theme = (): Theme => (storage?.getItem(THEME) as Theme | null | undefined) ?? "system";
 
 export function setTheme(chosen: Theme): void {
-  if (chosen === "system") localStorage.removeItem(THEME);
-  else localStorage.setItem(THEME, chosen);
+  if (chosen === "system") storage?.removeItem(THEME);
+  else storage?.setItem(THEME, chosen);
   document.documentElement.dataset.theme = chosen;
   repaint();
 }
@@ -113,6 +118,7 @@ export function usePolled<T>(ask: (signal: AbortSignal) => Promise<T>, everyMs: 
         }
       }
       asked = false;
+      if (isReport()) return;
       timer = window.setTimeout(look, Math.max(everyMs, 5 * (performance.now() - began)));
     };
     again.current = look;
@@ -138,8 +144,8 @@ export function useSettled<T>(value: T, afterMs = 150): T {
 /* A value that is kept in this browser. */
 export function useKept<T>(name: string, first: T): [T, (value: T) => void] {
   const [found, set] = useState<T>(() => {
-    const kept = localStorage.getItem(name);
+    const kept = storage?.getItem(name) ?? null;
     return kept === null ? first : (JSON.parse(kept) as T);
   });
-  return [found, value => { localStorage.setItem(name, JSON.stringify(value)); set(value); }];
+  return [found, value => { storage?.setItem(name, JSON.stringify(value)); set(value); }];
 }

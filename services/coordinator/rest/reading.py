@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from fastapi import Path as InPath
+from pydantic import ValidationError
 
 from millrace.admission import submission
 from millrace.admission.advice import advice
@@ -138,9 +139,17 @@ def add_spec(router: APIRouter, store: Store) -> None:
 
     @router.get("/{job_id}/spec")
     async def spec(job_id: Id) -> SpecView:
-        """The job's spec, and the part of it that differs from the defaults of this release."""
-        tree = json.loads((await store.jobs.get(job_id)).spec_json)
-        return SpecView(spec=tree, given=_given(tree, JobSpec.model_validate(tree).model_dump(exclude_defaults=True)))
+        """The job's spec, and the part of it that differs from the defaults of this release: all of it if another
+        release took the job, and this one does not know the spec."""
+        return stored_view(json.loads((await store.jobs.get(job_id)).spec_json))
+
+
+def stored_view(tree: dict[str, Any]) -> SpecView:
+    try:
+        known = JobSpec.model_validate(tree)
+    except ValidationError:
+        return SpecView(spec=tree, given=tree)
+    return SpecView(spec=tree, given=_given(tree, known.model_dump(exclude_defaults=True)))
 
 
 def _view(spec: JobSpec) -> SpecView:

@@ -85,7 +85,8 @@ function LastPublication({ version }: { version: number }) {
   );
 }
 
-function Member({ of, open, drain }: { of: MemberView; open: () => void; drain: () => void }) {
+/* Without `open` and `drain` nothing can be done to the member. */
+export function Member({ of, open, drain }: { of: MemberView; open?: () => void; drain?: () => void }) {
   const [used, what] = usage(of);
   const state = of.trouble ? "not configured" : of.state;
   const why = of.trouble || of.gone || Object.entries(of.missing_boundaries).map(([name, reason]) => `sandbox without ${name}: ${reason}`).join("; ");
@@ -101,7 +102,7 @@ function Member({ of, open, drain }: { of: MemberView; open: () => void; drain: 
       <div class="number load"><b>{figure(of.running)}<i> + {figure(of.waiting)}</i></b><small>running + waiting</small></div>
       <div class="number used"><b>{used}</b><small>{what}</small></div>
       <div class="number silent"><b>{figure(of.silent_s, 2)} s</b><small>since heard</small></div>
-      <div class="buttons"><button type="button" onClick={open}>details…</button>{drainable(of) && <button type="button" class="drain" onClick={drain}>drain…</button>}</div>
+      <div class="buttons">{open && <button type="button" onClick={open}>details…</button>}{drain && drainable(of) && <button type="button" class="drain" onClick={drain}>drain…</button>}</div>
     </div>
   );
 }

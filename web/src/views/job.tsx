@@ -64,13 +64,14 @@ export function Job({ id, tab, more }: { id: string; tab: string; more: string[]
   );
 }
 
-function Head({ job, last, changed }: { job: JobView; last: StepMetrics | null; changed: () => void }) {
+/* Without `changed` nothing can be done to the job. */
+export function Head({ job, last, changed }: { job: JobView; last: StepMetrics | null; changed?: () => void }) {
   const values = last?.values ?? {}, left = timeLeft(job);
   const seconds = values["timing_s/step"];
   return (
     <section class="head" aria-label="Job">
       <div class="bar">
-        <h1>{job.name}</h1><State of={job.status} /><small class="id">{job.id}</small><span class="space" /><Actions job={job} changed={changed} />
+        <h1>{job.name}</h1><State of={job.status} /><small class="id">{job.id}</small><span class="space" />{changed && <Actions job={job} changed={changed} />}
       </div>
       {job.waiting && <p class="note waits">Waits: {job.waiting.message}</p>}
       {job.failure && <p class="note failed">{job.failure}</p>}

@@ -2,7 +2,7 @@
 import { Fragment } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 
-import { get } from "../api";
+import { get, isReport } from "../api";
 import { groupsOf, lineOf, mainOf, useCurves, useInView, type Group, type Points, type Zoom } from "../curves";
 import { Chart, type Axis, type Mark } from "../parts/chart";
 import { Choice, Empty } from "../parts/small";
@@ -61,7 +61,7 @@ export function Metrics({ job, last, events }: { job: JobView; last: StepMetrics
         <input type="search" aria-label="Search metrics" placeholder="Search metrics" value={typed} onInput={e => search(e.currentTarget.value)} />
         <LookBar look={look} set={setLook} />
         <span class="buttons">
-          <button type="button" title="All metrics of all steps as a CSV file" onClick={() => saveMetrics(job).catch(problem)}>CSV</button>
+          {!isReport() && <button type="button" title="All metrics of all steps as a CSV file" onClick={() => saveMetrics(job).catch(problem)}>CSV</button>}
           <button type="button" title="Draws every open chart, then prints" onClick={printAll}>print</button>
         </span>
         {zoom && <button type="button" onClick={() => setZoom(null)}>steps {zoom.first} to {zoom.last} ×</button>}

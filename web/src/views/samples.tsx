@@ -1,7 +1,7 @@
 /* The samples of a job: one row a group; of one group its answers, rewards and tokens. */
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 
-import { get, query } from "../api";
+import { get, isReport, query } from "../api";
 import { saveGroups } from "../export";
 import { figure, oneLine, signed } from "../format";
 import { VirtualList } from "../parts/list";
@@ -76,13 +76,15 @@ export function Samples({ job, step = "" }: { job: JobView; step?: string }) {
   };
   return (
     <>
-      <div class="bar">
-        <input type="search" aria-label="Search prompts and answers" placeholder="Search text" value={filter.text} onInput={e => set({ ...filter, text: e.currentTarget.value })} />
-        <Choice label="Purpose" of={PURPOSES} chosen={filter.purpose} choose={purpose => set({ ...filter, purpose })} />
-        {text("step", "step", 64)}{text("least", "reward from", 52)}{text("greatest", "to", 52)}{text("data_source", "source", 100)}{text("member", "member", 130)}
-        <button type="button" title="The groups that are listed, as a file of JSON lines" disabled={!groups.length} onClick={() => saveGroups(job, groups)}>JSONL</button>
-        <small role="status">{busy ? "looking…" : `${figure(groups.length)}${next === null ? "" : "+"} groups`} of {figure(total)} samples</small>
-      </div>
+      {!isReport() && (
+        <div class="bar">
+          <input type="search" aria-label="Search prompts and answers" placeholder="Search text" value={filter.text} onInput={e => set({ ...filter, text: e.currentTarget.value })} />
+          <Choice label="Purpose" of={PURPOSES} chosen={filter.purpose} choose={purpose => set({ ...filter, purpose })} />
+          {text("step", "step", 64)}{text("least", "reward from", 52)}{text("greatest", "to", 52)}{text("data_source", "source", 100)}{text("member", "member", 130)}
+          <button type="button" title="The groups that are listed, as a file of JSON lines" disabled={!groups.length} onClick={() => saveGroups(job, groups)}>JSONL</button>
+          <small role="status">{busy ? "looking…" : `${figure(groups.length)}${next === null ? "" : "+"} groups`} of {figure(total)} samples</small>
+        </div>
+      )}
       {!groups.length && !busy && <Empty>{total ? "No group matches." : "There are no samples yet."}</Empty>}
       <div class={`split ${chosen ? "open" : ""}`}>
         {groups.length > 0 && (
@@ -138,8 +140,8 @@ function Group({ job, group, close, keep }: { job: JobView; group: GroupView; cl
       <div class="bar">
         <h2>Step {group.step}, {group.purpose}</h2><small>prompt {group.prompt_id}{group.data_source && ` · ${group.data_source}`} · {first.member}</small>
         <span class="space" />
-        {first.record && <Choice label="Answers as" of={SHOWS} chosen={show} choose={choose} />}
-        <a class="button" href={link("job", job.id, "timeline", String(group.step))}>timeline</a>
+        {first.record && !isReport() && <Choice label="Answers as" of={SHOWS} chosen={show} choose={choose} />}
+        {!isReport() && <a class="button" href={link("job", job.id, "timeline", String(group.step))}>timeline</a>}
         {keep && <button type="button" onClick={keep} title="Keep this group beside the next one">keep beside</button>}
         {close && <button type="button" class="plain" aria-label="Close" onClick={close}>×</button>}
       </div>

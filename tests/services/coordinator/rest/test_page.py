@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.report import page as report
 from services.coordinator.rest.pages import PAGE, STATIC
 
 WEB = Path(__file__).parents[4] / "web"
@@ -16,12 +17,13 @@ LARGEST_BUNDLE = 250_000
 
 
 def test_the_page_was_built_from_these_sources() -> None:
-    """Otherwise run `make web` and commit services/coordinator/rest/static."""
+    """Otherwise run `make web` and commit services/coordinator/rest/static and millrace/report/static."""
     names = [path.relative_to(WEB).as_posix() for path in (WEB / "src").rglob("*") if path.is_file()]
     digest = hashlib.sha256()
     for name in sorted({*names, "package.json", "build.mjs"} - {"src/rest.ts"}):
         digest.update(f"{name}\n".encode() + (WEB / name).read_bytes())
-    assert (STATIC / "sources.sha256").read_text().strip() == digest.hexdigest()
+    for folder in (STATIC, report.STATIC):
+        assert (folder / "sources.sha256").read_text().strip() == digest.hexdigest()
 
 
 def declared(types: str) -> set[tuple[str, str]]:

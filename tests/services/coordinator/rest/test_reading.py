@@ -5,6 +5,8 @@ from typing import Any
 import httpx
 import pytest
 
+from millrace.rest import SpecView
+from services.coordinator.rest.reading import stored_view
 from tests.services.coordinator.cluster import Cluster, scenario
 
 pytestmark = pytest.mark.slow
@@ -44,6 +46,11 @@ async def test_what_a_job_has_left(cluster: Cluster, spec: dict[str, Any]) -> No
         assert events.count("\nevent: ") + events.startswith("event: ") == 2 and '"state": "succeeded"' in events
         gone = await http.get(f"/v1/jobs/{job_id}/tokens/1-1")
         assert gone.status_code == 404 and gone.json()["fix"]
+
+
+def test_a_spec_that_this_release_does_not_know_is_shown_whole() -> None:
+    tree = {"field": {"of": "another release"}}
+    assert stored_view(tree) == SpecView(spec=tree, given=tree)
 
 
 @scenario
