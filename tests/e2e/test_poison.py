@@ -51,6 +51,9 @@ class Poison:
     cause: str
     """Part of the failure."""
     matrix: bool = True
+    """`make test` has the loss of a replica and of a trainer; a reward's processes are in
+    tests/services/rollout/scoring/test_processes.py, and the coordinator's count in
+    tests/services/coordinator/test_deaths.py."""
 
 
 def _reward(source: str, **limits: Any) -> Callable[[dict[str, Any], Path], None]:
@@ -110,7 +113,6 @@ POISONS = [
         "a reward that ends its process at import",
         _reward(f"{EXITS}{ANSWER}return 0.0\n"),
         "exited with status 7",
-        matrix=False,
     ),
     Poison("a reward that crashes at import", _reward(f"{CRASHES}{ANSWER}return 0.0\n"), "SIGSEGV"),
     Poison("an environment that ends its process at import", _environment, "talk.py"),

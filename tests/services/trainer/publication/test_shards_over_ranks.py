@@ -213,7 +213,8 @@ def test_a_receiver_that_is_killed_fails_the_attempt_and_not_the_next(running: C
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+# a killed one: tests/e2e/test_publication_faults.py
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.matrix), signal.SIGSTOP])
 def test_a_sender_rank_that_is_lost_ends_the_transfer_for_all(
     how: signal.Signals, served: ScriptedCoordinator, tied_model: Path, tmp_path: Path
 ) -> None:
