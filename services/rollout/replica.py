@@ -33,8 +33,7 @@ from services.rollout.member.member import CLOSE_S, FleetMember, MemberMetrics
 from services.rollout.nodes.leader import Leader
 from services.rollout.sessions.episodes import AgentEpisodes, check_allowed
 from services.rollout.sessions.hosted import HostedEpisodes
-from services.rollout.sessions.metrics import SessionMetrics
-from services.rollout.sessions.open_sessions import OpenSessions
+from services.rollout.sessions.open_sessions import OpenSessions, SessionMetrics
 from services.rollout.weights.receiver import PublicationReceiver
 from services.rollout.work.groups import GroupGenerator
 from services.rollout.work.job import Job

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from millrace.errors import InvalidJob
 from millrace.rl.registry.catalogue import AlgorithmKind, find, names
-from services.trainer.algorithms.advantages import advantage
+from services.trainer.algorithms.functions import advantage
 from tests.rl import reference_advantages as reference
 from tests.rl.batches import Batch, make_batch, ragged
 

@@ -11,8 +11,7 @@ from millrace.errors import InvalidJob
 from millrace.rl.registry.catalogue import AlgorithmKind, find, names
 from services.trainer.algorithms.aggregation import BatchTotals
 from services.trainer.algorithms.combining import combined, summarised
-from services.trainer.algorithms.corrections import correct
-from services.trainer.algorithms.mismatch import mismatch_metrics
+from services.trainer.algorithms.corrections import correct, mismatch_metrics
 from tests.rl.batches import Batch, make_batch, ragged
 
 

@@ -12,7 +12,8 @@ from millrace.errors import Unavailable
 from millrace.wire.channel import token
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.waiting import JobViews
-from services.coordinator.rest import callers, fleet, jobs, pages, reading, timeline
+from services.coordinator.rest import callers as callers
+from services.coordinator.rest import fleet, jobs, pages, reading, timeline
 from services.coordinator.rest.middleware import MOST_REQUESTS, InProgress, Timed
 from services.coordinator.rest.problems import install
 from services.coordinator.rest.schema import CALLERS, EVERYWHERE, Application, Responses, error_responses

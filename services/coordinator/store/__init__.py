@@ -5,10 +5,9 @@ All keys begin with `millrace:`. Transitions are the Lua scripts of `scripts/`: 
 
 from millrace.ids import JobId, Purpose
 from services.coordinator.store.connection import Connection, StoreDown, Superseded
-from services.coordinator.store.deaths import DeathRecords
 from services.coordinator.store.index import JobIndex
 from services.coordinator.store.jobs import Jobs
-from services.coordinator.store.members import Members
+from services.coordinator.store.members import DeathRecords, Members
 from services.coordinator.store.prompts import Prompts, Refusals
 from services.coordinator.store.records import Records
 

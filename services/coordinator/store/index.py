@@ -12,7 +12,8 @@ import structlog
 from millrace.ids import JobId, Purpose
 from millrace.rest import JobState
 from services.coordinator.state.job import JobRecord
-from services.coordinator.store import deaths, prompts, records
+from services.coordinator.store import members as deaths
+from services.coordinator.store import prompts, records
 from services.coordinator.store.connection import Connection, text
 from services.coordinator.store.jobs import key, record
 

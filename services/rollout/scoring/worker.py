@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from millrace.errors import InvalidJob
-from millrace.rewards.outcome import BadOutcome
+from millrace.rewards.outcome import BadOutcome, Outcome, read_outcome, read_outcomes
 from millrace.rewards.programs import limits
 from millrace.rewards.registry import BUILT_IN, ComputeScore, load
 from millrace.rewards.term import Scope, Term
@@ -24,8 +24,34 @@ from millrace.sandbox.boundaries import Missing
 from millrace.sandbox.first import Wanted
 from millrace.sandbox.launch import confine
 from millrace.sandbox.view import view
-from services.rollout.scoring.calls import outcomes
 from services.rollout.user_process.sandboxed import code_of, describe_error, left_processes, refuses, reply, take_pipes
+
+
+def outcomes(
+    function: ComputeScore,
+    scope: Scope,
+    *,
+    data_source: str,
+    answers: Sequence[str],
+    ground_truth: Any,
+    extra_info: Mapping[str, Any],
+) -> list[Outcome]:
+    """The outcome of each answer, in order: from one call each, or from one call for all of them.
+
+    Raises BadOutcome for a result that is no score, and passes on what the function raises.
+    """
+    if scope == "answer":
+        row = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": extra_info}
+        return [read_outcome(function(solution_str=answer, **row)) for answer in answers]
+    count = len(answers)
+    returned = function(
+        data_sources=[data_source] * count,
+        solution_strs=list(answers),
+        ground_truths=[ground_truth] * count,
+        extra_infos=[dict(extra_info) for _ in answers],
+    )
+    return read_outcomes(returned, count)
+
 
 LONGEST_DETAILS = 16 << 10
 """Characters of the details of one answer."""

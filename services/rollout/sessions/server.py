@@ -38,8 +38,7 @@ from services.rollout.dialects.streams import Events, event, streamed
 from services.rollout.dialects.token_endpoint import GenerateRequest
 from services.rollout.dialects.turns import SampledTurn
 from services.rollout.member.process import HttpEndpoint
-from services.rollout.sessions.metrics import Api
-from services.rollout.sessions.open_sessions import OpenSessions
+from services.rollout.sessions.open_sessions import Api, OpenSessions
 from services.rollout.sessions.session import Session
 
 log = structlog.get_logger(__name__)

@@ -1,22 +1,118 @@
-"""The rank of this process among the trainer's ranks, and how the ranks connect to each other."""
+"""The rank of this process among the trainer's ranks, and how the ranks connect to each other and to the store of
+commands.
+
+torchrun starts ranks again at a store that still holds what the ranks before them wrote, on each host at its own time.
+Rank 0 opens a new life whenever it is started. A life has each rank once: a rank that finds its place taken, by the
+process that it replaces, waits for the next life.
+"""
 
 import os
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import structlog
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import DistStoreError, PrefixStore, TCPStore
+from torch.distributed import Store as TorchStore
 from torch.distributed.rendezvous import rendezvous
 
 from millrace.descriptors import Hosts
-from services.trainer.ranks import life
-from services.trainer.ranks.store import Store
+from millrace.errors import Unavailable
+
+POLL_S = 0.1
+_LIVES = "millrace/lives"
+_COMPLETE = "complete"
+
+
+def agree(store: TorchStore, rank: int, size: int, timeout_s: float) -> TorchStore:
+    """The part of `store` that belongs to this life alone; returns when all of its ranks are there. Raises Unavailable
+    where that takes longer than `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    return _open(store, size, timeout_s) if rank == 0 else _enter(store, rank, deadline)
+
+
+def _open(store: TorchStore, size: int, timeout_s: float) -> TorchStore:
+    current = _life(store, store.add(_LIVES, 1))
+    try:
+        current.wait([_place(rank) for rank in range(1, size)], timedelta(seconds=timeout_s))
+    except DistStoreError as error:
+        absent = [rank for rank in range(1, size) if not current.check([_place(rank)])]
+        raise Unavailable(f"ranks {absent} of the trainer did not come within {timeout_s:g} s.", _FIX) from error
+    current.set(_COMPLETE, "yes")
+    return current
+
+
+def _enter(store: TorchStore, rank: int, deadline: float) -> TorchStore:
+    newest, entered = 0, False
+    while True:
+        if (number := store.add(_LIVES, 0)) > newest:
+            newest = number
+            entered = _life(store, newest).add(_place(rank), 1) == 1
+        if entered and (current := _life(store, newest)).check([_COMPLETE]):
+            return current
+        if time.monotonic() > deadline:
+            raise Unavailable(f"rank {rank} of the trainer found no rank 0, or not all of the others.", _FIX)
+        time.sleep(POLL_S)
+
+
+def _life(store: TorchStore, number: int) -> TorchStore:
+    return PrefixStore(f"millrace/life/{number}", store)
+
+
+def _place(rank: int) -> str:
+    return f"rank/{rank}"
+
+
+_FIX = "see the logs of torchrun on every host, and whether --master-addr is reached from all of them."
+
+
+class Store:
+    """A connection for one thread: a client that waits blocks every other thread that uses it.
+
+    Every method raises DistError where rank 0 cannot be reached.
+    """
+
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        limit = timedelta(seconds=timeout_s)
+        client: Any = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        self._client = client  # Any: torch's stubs do not know that values may be bytes
+
+    def set(self, key: str, value: bytes) -> None:
+        self._client.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that exists."""
+        value: bytes = self._client.get(key)
+        return value
+
+    def has(self, key: str) -> bool:
+        return bool(self._client.check([key]))
+
+    def delete(self, key: str) -> None:
+        self._client.delete_key(key)
+
+    def wait(self, keys: Sequence[str], timeout_s: float) -> bool:
+        """Waits until all keys exist. Returns False where one still does not after `timeout_s` seconds."""
+        try:
+            self._client.wait(list(keys), timedelta(seconds=timeout_s))
+        except DistStoreError:
+            return False
+        return True
+
+    def take(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Removes those of the keys that exist and returns their values."""
+        values = {key: self.get(key) for key in keys if self.has(key)}
+        for key in values:
+            self.delete(key)
+        return values
+
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +145,7 @@ class World:
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
             os.environ.setdefault("MASTER_PORT", str(_free_port()))
         shared, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
-        store = life.agree(shared, rank, size, JOIN_S)
+        store = agree(shared, rank, size, JOIN_S)
         device = _device()
         with _ends_after(CONNECT_S):
             dist.init_process_group(

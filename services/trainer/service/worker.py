@@ -31,7 +31,7 @@ from services.trainer.ranks import collectives
 from services.trainer.ranks.commands import Handler
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.ranks.world import World
-from services.trainer.step.kl import KlCoefficient
+from services.trainer.step.schedule import KlCoefficient
 from services.trainer.step.step import StepResult, train_step
 
 log = structlog.get_logger(__name__)

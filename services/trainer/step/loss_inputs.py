@@ -11,9 +11,9 @@ from torch import Tensor
 from millrace.rl.formulas.divergence import kl, penalised
 from millrace.rl.registry.catalogue import AlgorithmKind, find
 from millrace.spec import JobSpec
-from services.trainer.algorithms.advantages import advantage
 from services.trainer.algorithms.combining import summarised
 from services.trainer.algorithms.corrections import correct
+from services.trainer.algorithms.functions import advantage
 from services.trainer.algorithms.losses import selected_tokens
 from services.trainer.algorithms.tokens import check_finite, high_entropy
 from services.trainer.protocol.microbatch import MicroBatch

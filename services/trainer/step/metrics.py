@@ -21,8 +21,8 @@ from millrace.telemetry.metrics.step.mismatch import SPLIT
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from services.trainer.algorithms.combining import Rule, combined, rule_of, summarised
+from services.trainer.algorithms.corrections import mismatch_metrics
 from services.trainer.algorithms.losses import DISTILLATION_PREFIX
-from services.trainer.algorithms.mismatch import mismatch_metrics
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.ranks import collectives
 from services.trainer.step.batch import RankBatch

@@ -23,10 +23,9 @@ from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.step.batch import BatchDivision, RankBatch
 from services.trainer.step.fetch import fetch
 from services.trainer.step.forward_passes import ForwardResults, run_passes
-from services.trainer.step.kl import KlCoefficient, mean_kl
 from services.trainer.step.loss_inputs import make_loss_inputs
 from services.trainer.step.metrics import Clock, mismatch_by_part, over_updates, reported, step_histograms
-from services.trainer.step.schedule import random_seed
+from services.trainer.step.schedule import KlCoefficient, mean_kl, random_seed
 from services.trainer.step.update import UpdateResult, update
 from services.trainer.step.utilisation import utilisation
 

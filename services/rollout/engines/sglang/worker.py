@@ -14,9 +14,8 @@ from services.rollout.engines.adapter import AdapterShape
 from services.rollout.engines.sglang.adapter import AdapterSlot
 from services.rollout.engines.sglang.options import MARK
 from services.rollout.engines.sglang.worker_methods import SGLANG_BETWEEN_BATCHES
-from services.rollout.weights.in_worker.model import EngineModel
+from services.rollout.weights.in_worker.model import EngineModel, without_adapters
 from services.rollout.weights.in_worker.receiver import WeightReceiver
-from services.rollout.weights.in_worker.without_adapters import without_adapters
 from services.rollout.weights.worker_messages import Introduction, Reply, Request, carry_out
 from services.rollout.weights.worker_rpc import SOCKET, WorkerRpcServer
 

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from services.rollout.engines.adapter import AdapterShape
 from services.rollout.engines.vllm.adapter import AdapterSlot
-from services.rollout.weights.in_worker.model import EngineModel
+from services.rollout.weights.in_worker.model import EngineModel, without_adapters
 from services.rollout.weights.in_worker.receiver import WeightReceiver
-from services.rollout.weights.in_worker.without_adapters import without_adapters
 from services.rollout.weights.worker_messages import Introduction, carry_out, decode_request, encode
 from services.rollout.weights.worker_rpc import WorkerRpcServer
 

@@ -1,5 +1,7 @@
-"""The model of one engine worker as the receiver sees it."""
+"""The model of one engine worker as the receiver sees it, and as it was before its engine wrapped layers to add an
+adapter to their output."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Protocol
@@ -8,6 +10,20 @@ import torch
 
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.manifest import Content, Manifest
+
+
+def without_adapters(module: Any, wrapper: type[Any]) -> Any:
+    """`module` with every layer of type `wrapper` replaced by the `base_layer` in it. Modules that hold such a layer
+    are copied; parameters and all other modules are those of `module` itself."""
+    if isinstance(module, wrapper):
+        return without_adapters(module._modules["base_layer"], wrapper)
+    inner = {name: without_adapters(child, wrapper) for name, child in module._modules.items() if child is not None}
+    if all(child is module._modules[name] for name, child in inner.items()):
+        return module
+    copied = copy.copy(module)
+    copied.__dict__["_modules"] = {**module._modules, **inner}
+    return copied
+
 
 NAMES = ("W_UK_T", "W_UV", "W_UK_T_dcp_qrep")
 

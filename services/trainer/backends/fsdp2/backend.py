@@ -28,11 +28,12 @@ from services.trainer.backends.fsdp2.adapted import ModuleAdapter, adapters_off
 from services.trainer.backends.fsdp2.computable import check_config
 from services.trainer.backends.fsdp2.critic import Fsdp2Critic
 from services.trainer.backends.fsdp2.flops import sequence_cost
-from services.trainer.backends.fsdp2.logits import token_scores
+from services.trainer.backends.fsdp2.head import token_scores
 from services.trainer.backends.fsdp2.model import FIELD as MODEL_FIELD
 from services.trainer.backends.fsdp2.model import Sharding, decoder_layers, load_config, policy
-from services.trainer.backends.fsdp2.published import export, shards
+from services.trainer.backends.fsdp2.published import shards
 from services.trainer.backends.fsdp2.published.parts import parts
+from services.trainer.backends.fsdp2.published.shards import export, manifest
 from services.trainer.backends.fsdp2.sequence_parallel import RankTokens, SequenceGroup, divide_ranks, group_of_role
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel, reset_sharding
 from services.trainer.backends.head import WantedTokens
@@ -236,10 +237,10 @@ class Fsdp2Backend(ShardedModel):
         return attention.model_inputs(self._attention, tokens, self.device)
 
     def manifest(self, dtype: str) -> Manifest:
-        return export.manifest(self._model, dtype)
+        return manifest(self._model, dtype)
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
-        whole = export.export(self._model, dtype, self._rank, self.adapter)
+        whole = export(self._model, dtype, self._rank, self.adapter)
         return ((info, None if tensor is None else tensor.to(self.device)) for info, tensor in whole)
 
     def rest(self) -> None: ...

@@ -25,7 +25,7 @@ from services.trainer.backends.fsdp2.model import (
     load_config,
     shard_model,
 )
-from services.trainer.backends.fsdp2.published import export
+from services.trainer.backends.fsdp2.published.shards import export
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel
 from services.trainer.checkpoints.model_files import CRITIC_FIELD, config_changes, stored_head
 from services.trainer.protocol.backend import Output, ValueLossFn
@@ -110,7 +110,7 @@ class Fsdp2Critic(ShardedModel):
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
         for part in ("model", "score"):
-            for info, tensor in export.export(getattr(self._model, part), dtype, self._rank):
+            for info, tensor in export(getattr(self._model, part), dtype, self._rank):
                 yield replace(info, name=f"{part}.{info.name}"), tensor
 
     def _values(self, batch: MicroBatch) -> Tensor:

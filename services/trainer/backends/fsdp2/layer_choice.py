@@ -5,7 +5,7 @@ from transformers import PreTrainedModel
 
 from millrace.lora.asked import AskedAdapter
 from millrace.spec.lora import Lora, is_router
-from services.trainer.backends.fsdp2.published.export import manifest
+from services.trainer.backends.fsdp2.published.shards import manifest
 
 
 def choose_layers(module: PreTrainedModel, lora: Lora) -> list[str]:

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from millrace.memory.ledger import Part
 from millrace.spec.trainer import Optimizer
-from services.trainer.backends.fsdp2.offload.activations import ActivationOffload
-from services.trainer.backends.fsdp2.offload.host_adamw import HostAdamW
+from services.trainer.backends.fsdp2.activation_offload import ActivationOffload
+from services.trainer.backends.fsdp2.host_adamw import HostAdamW
 from services.trainer.protocol.local_tensors import NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch
 

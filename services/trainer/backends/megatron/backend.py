@@ -22,24 +22,27 @@ from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from services.trainer.backends.megatron.adapters.layer import AdapterMode
-from services.trainer.backends.megatron.adapters.policy import (
+from services.trainer.backends.megatron.adapters.plan import (
     PolicyAdapter,
     ScaledParameters,
     gather_plan,
     in_folder,
     merged_weights,
 )
-from services.trainer.backends.megatron.experts import replay
-from services.trainer.backends.megatron.experts.load_balance import LoadMeter, auxiliary_loss, replayed_share
-from services.trainer.backends.megatron.model.chunks import ChunkPlan, Policy, build_chunks
+from services.trainer.backends.megatron.experts import LoadMeter, auxiliary_loss, install, replayed_share
+from services.trainer.backends.megatron.model.chunks import ChunkPlan, Policy, RestingParameters, build_chunks
 from services.trainer.backends.megatron.model.configuration import configuration, dispatcher
 from services.trainer.backends.megatron.model.layers import layers
-from services.trainer.backends.megatron.model.resting import RestingParameters
-from services.trainer.backends.megatron.optimizer.optimizer import Updater, wrap
-from services.trainer.backends.megatron.parallel.schedule import Pipeline
-from services.trainer.backends.megatron.weights.export import GatherPlan, check_whole_folder, read
-from services.trainer.backends.megatron.weights.part import ChunkTensors, PublishedPart
-from services.trainer.backends.megatron.weights.state import state
+from services.trainer.backends.megatron.optimizer import Updater, wrap
+from services.trainer.backends.megatron.published import (
+    ChunkTensors,
+    GatherPlan,
+    PublishedPart,
+    check_whole_folder,
+    read,
+)
+from services.trainer.backends.megatron.schedule import Pipeline
+from services.trainer.backends.megatron.stored import state
 from services.trainer.protocol.backend import Critic, DataParallel, LossFn, Output, TokenScores
 from services.trainer.protocol.local_tensors import LocalBoxes, NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch
@@ -268,7 +271,7 @@ class MegatronBackend:
             for name, parameter in chunk.named_parameters():
                 parameter.requires_grad_(train_router or not name.endswith("router.weight"))
         if shape.experts is not None and not shape.value_head:
-            replay.install(chunks, self._setup.layers(), shape.experts)
+            install(chunks, self._setup.layers(), shape.experts)
         return chunks
 
     def _policy_adapter(self, plan: "AdapterPlan") -> PolicyAdapter:

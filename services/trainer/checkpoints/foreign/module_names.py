@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from millrace.checkpoints.index import Located, Part
 from millrace.weights.loader.stored import stored_tensors, views
 from millrace.weights.plans.views import viewed_box
-from services.trainer.checkpoints.foreign.written import Form, Target
+from services.trainer.checkpoints.foreign.writing import Form, Target
 
 
 def empty_module(folder: Path, trust: bool = False) -> nn.Module | None:

@@ -3,7 +3,7 @@
 import pytest
 
 from millrace.errors import InvalidJob
-from services.coordinator.jobs.changes import applied, gives_token_budget
+from services.coordinator.jobs.control import applied, gives_token_budget
 
 TREE = {
     "name": "job",

@@ -19,7 +19,7 @@ from services.rollout.engines.adapter import AdaptedLayer, AdapterShape, adapter
 from services.rollout.engines.sglang import adapter as sglang_adapter
 from services.rollout.engines.vllm import adapter as vllm_adapter
 from services.rollout.engines.vllm.options import check_model, engine_arguments
-from services.rollout.weights.in_worker.without_adapters import without_adapters
+from services.rollout.weights.in_worker.model import without_adapters
 from services.trainer.backends.fsdp2.lora import inject, layers
 from services.trainer.backends.lora import configuration
 from tests.adapters import with_adapter

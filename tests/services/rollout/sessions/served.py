@@ -16,8 +16,7 @@ from services.rollout.episode.chat import Chat
 from services.rollout.episode.episode import Episode, Prompt
 from services.rollout.episode.slots import Slots
 from services.rollout.sessions.episodes import AgentEpisodes
-from services.rollout.sessions.metrics import SessionMetrics
-from services.rollout.sessions.open_sessions import OpenSessions
+from services.rollout.sessions.open_sessions import OpenSessions, SessionMetrics
 from services.rollout.sessions.policy import Chats
 from services.rollout.sessions.server import SessionServer
 from tests.services.rollout.episode.formats import merging_tokenizer, sampled

@@ -8,7 +8,7 @@ from prometheus_client import generate_latest
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.prometheus.registry import DeclaredRegistry
 from services.rollout.engine import Completion, Sampling
-from services.rollout.sessions.metrics import SessionMetrics
+from services.rollout.sessions.open_sessions import SessionMetrics
 from tests.services.rollout.sessions.served import Served, served, user
 
 ENGINE_S = 0.3

@@ -5,8 +5,8 @@ import torch
 
 from services.trainer.algorithms.aggregation import BatchTotals
 from services.trainer.algorithms.combining import EXTREMES, combined, summarised
+from services.trainer.algorithms.corrections import mismatch_metrics, weight_metrics
 from services.trainer.algorithms.losses import ratio_metrics
-from services.trainer.algorithms.mismatch import mismatch_metrics, weight_metrics
 
 
 def test_micro_batches_combine_to_the_batch():

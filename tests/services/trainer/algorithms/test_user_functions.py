@@ -9,9 +9,8 @@ import torch
 
 from millrace.errors import InvalidJob
 from millrace.rl.registry.catalogue import AlgorithmKind
-from services.trainer.algorithms import functions
-from services.trainer.algorithms.advantages import advantage
 from services.trainer.algorithms.corrections import correct
+from services.trainer.algorithms.functions import advantage, load_algorithms
 from services.trainer.algorithms.losses import policy_loss, selected_tokens
 
 LOSS = "def mine(*, logprobs_bt: Tensor, advantages_bt: Tensor, selected_bt: Tensor = None):\n    "
@@ -21,7 +20,7 @@ CORRECTION = "def mine(*, train_logprobs_bt: Tensor, mask_bt: Tensor):\n    "
 
 def own(folder: Path, text: str) -> str:
     (folder / "own.py").write_text(f"import torch\nfrom torch import Tensor\n\n{text}\n")
-    functions.load_algorithms([])
+    load_algorithms([])
     return f"{folder / 'own.py'}:mine"
 
 
@@ -116,4 +115,4 @@ def test_a_changed_file_counts(tmp_path: Path) -> None:
 def test_loading_runs_the_file(tmp_path: Path) -> None:
     name = own(tmp_path, LOSS + "return -logprobs_bt, {}\n\n1 / 0")
     with pytest.raises(InvalidJob, match=r"own\.py:7: ZeroDivisionError"):
-        functions.load_algorithms([(AlgorithmKind.ADVANTAGE, "grpo"), (AlgorithmKind.POLICY_LOSS, name)])
+        load_algorithms([(AlgorithmKind.ADVANTAGE, "grpo"), (AlgorithmKind.POLICY_LOSS, name)])

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from millrace.errors import InvalidState, OutOfMemory, PartialOutOfMemory
+from services.trainer.backends.fsdp2 import activation_offload as activations
 from services.trainer.backends.fsdp2.backend import Fsdp2Backend
-from services.trainer.backends.fsdp2.offload import activations
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.step import step
 from tests.services.trainer.memory.rank import BUDGET, Rank

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from millrace.errors import InvalidState, OutOfMemory, PartialOutOfMemory
-from services.trainer.backends.fsdp2.offload import host_adamw
-from services.trainer.backends.fsdp2.offload.host_adamw import HostAdamW
+from services.trainer.backends.fsdp2 import host_adamw
+from services.trainer.backends.fsdp2.host_adamw import HostAdamW
 from tests.services.trainer.memory.rank import BUDGET, Rank
 
 PPO = {"preset": "ppo", "kl": None}

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import Store, TCPStore
 
 from millrace.errors import Unavailable
-from services.trainer.ranks.life import agree
+from services.trainer.ranks.world import agree
 
 LIMIT_S = 60.0
 

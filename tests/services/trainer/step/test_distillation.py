@@ -22,7 +22,7 @@ from services.trainer.backends import build
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend
 from services.trainer.ranks.event_loop import ControlThread
-from services.trainer.step.kl import KlCoefficient
+from services.trainer.step.schedule import KlCoefficient
 from services.trainer.step.step import train_step
 from tests.models import random_model
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator

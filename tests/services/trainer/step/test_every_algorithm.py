@@ -25,14 +25,14 @@ from millrace.errors import InvalidJob, PartialStep
 from millrace.rl.registry.catalogue import AGGREGATIONS, KL_ESTIMATORS, AlgorithmKind, names
 from millrace.spec import JobSpec, presets
 from millrace.wire.arrays import TokenScores, pack_logprobs, unpack_tokens
-from services.trainer.algorithms import functions
+from services.trainer.algorithms.functions import load_algorithms, load_file
 from services.trainer.backends import build
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend
 from services.trainer.protocol.microbatch import MicroBatch, Sample
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.step import loss_inputs
-from services.trainer.step.kl import KlCoefficient
+from services.trainer.step.schedule import KlCoefficient
 from services.trainer.step.step import UNCHANGED, train_step
 from tests.rl import reference_advantages
 from tests.rl.reference_advantages import Answer
@@ -226,13 +226,13 @@ def test_a_loss_that_fails_leaves_nothing_behind(running: Trainer, tmp_path: Pat
 
     def fails_at(call: int | None) -> None:
         path.write_text(FAILING.replace("FAILS_AT", str(call)))
-        functions.load_algorithms([])
+        load_algorithms([])
 
     fails_at(None)
     still, moving = (running.spec({"policy_loss": f"{path}:mine"}, lr=lr) for lr in (0.0, 1e-3))
     moving = moving.model_copy(update={"trainer": moving.trainer.model_copy(update={"updates_per_step": 2})})
     running.step(moving, scored_groups(running.backend))
-    calls = len(functions.load_file(path).calls)
+    calls = len(load_file(path).calls)
     groups, before = scored_groups(running.backend), running.weights()
     expected = running.step(still, groups)
     fails_at(1)

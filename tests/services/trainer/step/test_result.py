@@ -22,8 +22,8 @@ from services.trainer.protocol.backend import TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.service.worker import _response
-from services.trainer.step.kl import KlCoefficient
 from services.trainer.step.loss import ActorLoss, LossOutput
+from services.trainer.step.schedule import KlCoefficient
 from services.trainer.step.step import StepResult, shown_groups, train_step
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import episode_groups, job_spec, random_groups, refs

@@ -16,8 +16,7 @@ from millrace.wire.arrays import pack_logprobs
 from services.trainer.backends import build
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.ranks.event_loop import ControlThread
-from services.trainer.step.kl import KlCoefficient
-from services.trainer.step.schedule import learning_rate
+from services.trainer.step.schedule import KlCoefficient, learning_rate
 from services.trainer.step.step import GIVEN_UP, UNCHANGED, train_step
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import episode_groups, job_spec, random_groups, refs

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from services.trainer.backends.fsdp2.adapted import gathered, local
-from services.trainer.backends.fsdp2.published import export, shards
+from services.trainer.backends.fsdp2.published import shards
+from services.trainer.backends.fsdp2.published.shards import export, manifest
 from services.trainer.protocol.adapter import LORA_B, AdapterSettings, Published, is_adapter, stored_name
 
 
@@ -31,10 +32,10 @@ class BasePart:
         self._rank = rank
 
     def manifest(self, dtype: str) -> Manifest:
-        return export.manifest(self._module, dtype, Content.BASE)
+        return manifest(self._module, dtype, Content.BASE)
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
-        for info, tensor in export.export(self._module, dtype, self._rank):
+        for info, tensor in export(self._module, dtype, self._rank):
             yield info, None if tensor is None else tensor.to(self._device)
 
     def shards(self, dtype: str) -> Memory | None:

@@ -27,7 +27,7 @@ from transformers import (
 
 from services.trainer.backends import head as kernels
 from services.trainer.backends.fsdp2 import head
-from services.trainer.backends.fsdp2.logits import token_scores
+from services.trainer.backends.fsdp2.head import token_scores
 from services.trainer.backends.head import LogitChange, VocabularyPart, WantedTokens, scores
 
 SIZES = {

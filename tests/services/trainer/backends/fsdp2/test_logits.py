@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from services.trainer.backends.fsdp2 import logits as scores
-from services.trainer.backends.fsdp2.logits import token_scores
+from services.trainer.backends.fsdp2.head import token_scores
 
 
 def plain(logits_rv: torch.Tensor, targets_r: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -15,7 +14,7 @@ def plain(logits_rv: torch.Tensor, targets_r: torch.Tensor, temperature: float) 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk_bytes", [1 << 20, 4 * 50 * 3])
 def test_values_and_gradients(temperature: float, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scores, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("services.trainer.backends.fsdp2.head.CHUNK_BYTES", chunk_bytes)
     torch.manual_seed(0)
     logits_rv = (3 * torch.randn(11, 50)).requires_grad_()
     twin_rv = logits_rv.detach().double().requires_grad_()

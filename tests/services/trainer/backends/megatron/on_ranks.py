@@ -143,7 +143,7 @@ def context_parallel_packing(world: World, folder: Path) -> dict[str, Any]:
 
 
 def _packed_by_two(whole: MicroBatch) -> dict[str, Any]:
-    from services.trainer.backends.megatron.parallel.packing import pack
+    from services.trainer.backends.megatron.packing import pack
 
     device = torch.device("cpu")
     parts = [pack(whole, multiple=2, context_rank=rank, context_size=2, device=device) for rank in (0, 1)]

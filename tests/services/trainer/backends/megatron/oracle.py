@@ -15,7 +15,7 @@ from millrace.backends.megatron import MegatronOptions
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import TRANSFORMER_ENGINE, layout
-from services.trainer.backends.megatron.weights.export import read
+from services.trainer.backends.megatron.published import read
 
 BRIDGES = {
     "qwen3": ("qwen3", "Qwen3Bridge"),

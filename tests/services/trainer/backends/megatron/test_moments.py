@@ -23,8 +23,8 @@ def optimizer() -> tuple[list[Parameter], torch.optim.AdamW]:
 
 
 def made_before_the_first_update_they_change_nothing_of_it() -> None:
-    from services.trainer.backends.megatron.optimizer import master_weights
-    from services.trainer.backends.megatron.optimizer.master_weights import OwnedRange
+    from services.trainer.backends.megatron import master_weights
+    from services.trainer.backends.megatron.master_weights import OwnedRange
 
     (plain, by_itself), (parameters, prepared) = optimizer(), optimizer()
     part: Any = SimpleNamespace(optimizer=prepared)
@@ -42,7 +42,7 @@ def made_before_the_first_update_they_change_nothing_of_it() -> None:
 
 
 def without_memory_for_all_there_are_none() -> None:
-    from services.trainer.backends.megatron.optimizer import master_weights
+    from services.trainer.backends.megatron import master_weights
 
     parameters, prepared = optimizer()
     part: Any = SimpleNamespace(optimizer=prepared)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import read_shape
-from services.trainer.backends.megatron.weights.export import check_whole_folder
+from services.trainer.backends.megatron.published import check_whole_folder
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.conftest import KINDS
 

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from millrace.checkpoints.index import read_index
 from millrace.errors import InvalidJob
-from services.trainer.checkpoints.foreign.chunks import ChunkReader
+from services.trainer.checkpoints.foreign.files import ChunkReader
 from services.trainer.checkpoints.model_files import ModelFiles
 
 

@@ -15,8 +15,7 @@ from millrace.errors import InvalidState
 from millrace.megatron.architectures import read_shape
 from services.trainer.checkpoints.foreign import writing
 from services.trainer.checkpoints.foreign.module_names import empty_module, module_form
-from services.trainer.checkpoints.foreign.writing import CheckpointWriter
-from services.trainer.checkpoints.foreign.written import megatron_form, module_states
+from services.trainer.checkpoints.foreign.writing import CheckpointWriter, megatron_form, module_states
 from services.trainer.checkpoints.model_files import ModelFiles
 from tests.services.trainer.backends.megatron import tiny
 

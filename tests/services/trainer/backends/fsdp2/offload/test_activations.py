@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from services.trainer.backends import build
-from services.trainer.backends.fsdp2.offload import activations
-from services.trainer.backends.fsdp2.offload.activations import ActivationOffload
+from services.trainer.backends.fsdp2 import activation_offload as activations
+from services.trainer.backends.fsdp2.activation_offload import ActivationOffload
 from services.trainer.protocol.microbatch import MicroBatch
 from tests.services.trainer.backends.fsdp2.test_backend import samples
 from tests.services.trainer.backends.fsdp2.test_lora import loss

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.trainer.backends import build
-from services.trainer.backends.fsdp2.offload import activations, host_adamw
+from services.trainer.backends.fsdp2 import activation_offload as activations
+from services.trainer.backends.fsdp2 import host_adamw
 from services.trainer.checkpoints import checkpoint
 from services.trainer.protocol.backend import TokenScores
 from services.trainer.protocol.microbatch import MicroBatch

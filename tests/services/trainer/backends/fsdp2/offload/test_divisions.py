@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from services.trainer.backends.fsdp2.offload import activations, host_adamw
+from services.trainer.backends.fsdp2 import activation_offload as activations
+from services.trainer.backends.fsdp2 import host_adamw
 from services.trainer.protocol.microbatch import MicroBatch
 from tests.forked import CONTEXT
 from tests.services.trainer.backends.fsdp2.offload.test_combinations import (

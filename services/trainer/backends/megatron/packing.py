@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.backends.megatron.experts.replay import PackedTokens
+from services.trainer.backends.megatron.experts import PackedTokens
 from services.trainer.protocol.microbatch import MicroBatch
 
 

@@ -1,8 +1,9 @@
-"""Gathers the tensors of the model folder on rank 0, box by box, each from one rank that holds it."""
+"""What is published: tensors of which every rank holds boxes in its parameters, gathered on rank 0 or sent as boxes;
+and how a model folder is read: only the boxes that this rank holds."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,7 +15,10 @@ from millrace.megatron.architectures.shape import ModelShape, Names
 from millrace.megatron.placement import Placement
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import Layers, Layout, layout, tensors, unread
+from millrace.weights.plans.layout import Layout as BoxLayout
+from millrace.weights.plans.layout import Place, row_major_strides
 from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
+from millrace.weights.plans.memory import Memory
 from services.trainer.checkpoints.model_files import ModelFiles
 from services.trainer.checkpoints.unread import check_unread
 
@@ -136,3 +140,88 @@ def read(
                 target = tuple(slice(o, o + n) for o, n in zip(piece.target, piece.extent, strict=True))
                 parameter[target] = stored[box].to(dtype)
             yield name, parameter
+
+
+ChunkTensors = Sequence[Mapping[str, Tensor]]
+"""For each chunk of this rank its parameters and buffers by name."""
+
+
+@dataclass
+class PublishedPart:
+    """Implements `services.trainer.protocol.adapter.Published`."""
+
+    content: Content
+    gather_plan: GatherPlan
+    layout: Layout
+    """Where this rank's parameters are in the tensors."""
+    tensors: Callable[[], ChunkTensors]
+    """The present values, in the same memory at every call."""
+    device: torch.device
+    merged: Sequence[Mapping[str, Callable[[], Tensor]]] = ()
+    """For each chunk the weights that are published with their adapter, by name: each function computes one, float32.
+    Empty where there is no adapter to merge."""
+    _memory: dict[str, Memory] = field(default_factory=dict)
+    """Keyed by dtype."""
+
+    def manifest(self, dtype: str) -> Manifest:
+        return self.gather_plan.manifest(dtype, self.content)
+
+    def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
+        present: ChunkTensors = self.tensors()
+        if self.merged:
+            present = [MergedTensors(*chunk) for chunk in zip(present, self.merged, strict=True)]
+        return self.gather_plan.export(present, dtype, self.device)
+
+    def shards(self, dtype: str) -> Memory:
+        present = self.tensors()
+        if dtype not in self._memory:
+            self._memory[dtype] = shards(present, self.layout, self.manifest(dtype), self.merged or [{}] * len(present))
+        return self._memory[dtype]
+
+
+class MergedTensors(Mapping[str, Tensor]):
+    """The tensors of a chunk by name, some of them computed. The one that was last asked for is kept, since all tensors
+    of a fused weight are asked for one after the other."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], merged: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._tensors = tensors
+        self._merged = merged
+        self._last: tuple[str, Tensor] = ("", torch.empty(0))
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._merged:
+            return self._tensors[name]
+        if self._last[0] != name:
+            self._last = (name, self._merged[name]())
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def shards(
+    chunks: Sequence[Mapping[str, Tensor]],
+    placements: Layout,
+    manifest: Manifest,
+    merged: Sequence[Mapping[str, Callable[[], Tensor]]],
+) -> Memory:
+    """Views of the parameters that train, without a copy. `chunks` are this rank's parameters by name, and `merged` the
+    weights among them that are computed when they are sent."""
+    number = {tensor.name: i for i, tensor in enumerate(manifest.tensors)}
+    places: list[Place] = []
+    buffers: list[Tensor] = []
+    computed: dict[int, Callable[[], Tensor]] = {}
+    for held, placed, of_chunk in zip(chunks, placements, merged, strict=True):
+        for name, placement in placed.items():
+            strides = row_major_strides(placement.shape)
+            for piece in placement.pieces:
+                start = sum(t * s for t, s in zip(piece.target, strides, strict=True))
+                where = Place(number[piece.tensor.name], piece.source, piece.extent, len(buffers), start, strides)
+                places.append(where)
+            if name in of_chunk:
+                computed[len(buffers)] = of_chunk[name]
+            buffers.append(held[name].detach())
+    return Memory(manifest, BoxLayout.of(places, manifest), buffers, computed)

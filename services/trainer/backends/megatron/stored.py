@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from millrace.megatron.placement import Placement, shares
 from millrace.megatron.weights import Layout
-from services.trainer.backends.megatron.optimizer.master_weights import OwnedRange
-from services.trainer.backends.megatron.optimizer.optimizer import Updater
+from services.trainer.backends.megatron.master_weights import OwnedRange
+from services.trainer.backends.megatron.optimizer import Updater
 from services.trainer.protocol.local_tensors import LocalBoxes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from millrace.backends.megatron import MegatronOptions
 from millrace.errors import InvalidState
 from services.trainer.backends.head import WantedTokens, gather_scores
-from services.trainer.backends.megatron.experts.load_balance import free_dispatchers
-from services.trainer.backends.megatron.parallel.packing import PackedBatch, pack
+from services.trainer.backends.megatron.experts import free_dispatchers
+from services.trainer.backends.megatron.packing import PackedBatch, pack
 from services.trainer.protocol.microbatch import MicroBatch
 
 ScoreFn = Callable[[int, Tensor], Tensor]

@@ -19,9 +19,9 @@ from millrace.backends.megatron import MegatronOptions
 from millrace.errors import InvalidState
 from millrace.memory.ledger import Part
 from millrace.spec.trainer import Optimizer
+from services.trainer.backends.megatron import master_weights
+from services.trainer.backends.megatron.master_weights import OwnedRange
 from services.trainer.backends.megatron.model.chunks import Policy
-from services.trainer.backends.megatron.optimizer import master_weights
-from services.trainer.backends.megatron.optimizer.master_weights import OwnedRange
 
 
 def wrap(chunks: list[Policy], options: MegatronOptions) -> list[DistributedDataParallel]:

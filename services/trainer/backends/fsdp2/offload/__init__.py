@@ -1,1 +1,0 @@
-"""What is kept in host memory while the device does not need it."""

@@ -1,1 +1,0 @@
-"""Layers with experts: dispatch of tokens to them, load balance, and replay of the engine's routing."""

@@ -1,1 +1,0 @@
-"""Megatron's optimizer, and access to its float32 state."""

@@ -1,1 +1,0 @@
-"""Process groups, packing of micro-batches, context parallelism and the pipeline schedule."""
