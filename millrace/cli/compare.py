@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 from rich.markup import escape
@@ -11,12 +11,14 @@ from rich.table import Table
 
 from millrace.cli.names import JobName, job_id
 from millrace.rest import Figure, JobView, StepMetrics
-from millrace.terminal.output import AsJson, Url, connect, people, print_json, styled, table
+from millrace.rest.coverage import Coverage, covered
+from millrace.terminal.output import AsJson, Url, connect, held_out, people, print_json, styled, table
 from millrace.validation.kinds import leaves
 
 COMPARED = ("critic/score/mean", "critic/rewards/mean", "perf/throughput", "timing_s/step")
 """Metrics that are compared, after those of held-out prompts."""
 ABSENT = "–"
+Which = Literal["first", "best", "last"]
 
 
 class Course(BaseModel):
@@ -25,6 +27,9 @@ class Course(BaseModel):
     first: Figure
     best: Figure | None = Field(description="The highest finite value; of seconds, the lowest. Null if none is finite.")
     last: Figure
+    coverage: dict[Which, Coverage] = Field(
+        {}, description="Of metrics of held-out prompts: how many of the evaluation's prompts have a score."
+    )
 
 
 class Comparison(BaseModel):
@@ -72,20 +77,38 @@ def _compared(names: Iterable[str]) -> list[str]:
     from millrace.telemetry.metrics.step.evaluation import EVALUATION_RESULTS
 
     known = set(names)
-    held_out = sorted(name for name in known if find(name) in EVALUATION_RESULTS)
-    return [*held_out, *(name for name in COMPARED if name in known)]
+    results = sorted(name for name in known if find(name) in EVALUATION_RESULTS)
+    return [*results, *(name for name in COMPARED if name in known)]
 
 
 def _course(name: str, rows: Iterable[StepMetrics]) -> Course | None:
     from millrace.telemetry.metrics.catalogue import find
     from millrace.telemetry.metrics.declaration import Unit
+    from millrace.telemetry.metrics.step.evaluation import EVALUATION_RESULTS
 
-    values = [row.values[name] for row in rows if name in row.values]
-    if not values:
+    having = [row.values for row in rows if name in row.values]
+    if not having:
         return None
     declared = find(name)
-    best = min if declared is not None and declared.unit is Unit.SECONDS else max
-    return Course(first=values[0], best=best(filter(math.isfinite, values), default=None), last=values[-1])
+    choose = min if declared is not None and declared.unit is Unit.SECONDS else max
+    finite = [values for values in having if math.isfinite(values[name])]
+    best = choose(finite, key=lambda values: values[name], default=None)
+    chosen: dict[Which, Mapping[str, float]] = {"first": having[0], "last": having[-1]}
+    if best is not None:
+        chosen["best"] = best
+    coverage = {which: _coverage(values) for which, values in chosen.items() if declared in EVALUATION_RESULTS}
+    return Course(
+        first=having[0][name],
+        best=None if best is None else best[name],
+        last=having[-1][name],
+        coverage={which: found for which, found in coverage.items() if found is not None},
+    )
+
+
+def _coverage(values: Mapping[str, float]) -> Coverage | None:
+    from millrace.telemetry.metrics.step.evaluation import ASKED_PROMPTS, SCORED_PROMPTS
+
+    return Coverage.of(values.get(SCORED_PROMPTS), values.get(ASKED_PROMPTS))
 
 
 def _heads(jobs: Sequence[JobView]) -> Table:
@@ -93,6 +116,7 @@ def _heads(jobs: Sequence[JobView]) -> Table:
     rows.add_row("[bold]name[/]", *(escape(job.name) for job in jobs))
     rows.add_row("[bold]state[/]", *(styled(job.status) for job in jobs))
     rows.add_row("[bold]step[/]", *(f"{job.step} of {job.steps or '?'}" for job in jobs))
+    rows.add_row("[bold]held-out[/]", *map(held_out, jobs))
     return rows
 
 
@@ -115,11 +139,12 @@ def _metrics_table(made: Comparison) -> Table:
     rows = table("METRIC", "", *(f">{job}" for job in made.jobs))
     rows.columns[0].no_wrap, rows.columns[0].overflow = False, "fold"
     for name, courses in made.metrics.items():
-        figures: list[Mapping[str, float | None]] = [dict(course) if course else {} for course in courses]
-        for label, which in ((name, "first"), ("", "best"), ("", "last")):
-            rows.add_row(escape(label), which, *(_figure(each.get(which)) for each in figures))
+        lines: list[tuple[str, Which]] = [(name, "first"), ("", "best"), ("", "last")]
+        for label, which in lines:
+            rows.add_row(escape(label), which, *(_figure(course, which) for course in courses))
     return rows
 
 
-def _figure(value: float | None) -> str:
-    return ABSENT if value is None else f"{value:.6g}"
+def _figure(course: Course | None, which: Which) -> str:
+    value: float | None = None if course is None else getattr(course, which)
+    return ABSENT if course is None or value is None else covered(f"{value:.6g}", course.coverage.get(which))

@@ -84,7 +84,7 @@ def show(
         )
     console = people()
     rows = table("", "")
-    for name, value in _facts(view, ledger):
+    for name, value in _facts(view, ledger, every):
         rows.add_row(f"[bold]{name}[/]", value)
     console.print(rows)
     if metrics:
@@ -113,7 +113,7 @@ def every_metric(values: Mapping[str, float]) -> Table:
     return rows
 
 
-def _facts(job: JobView, ledger: LedgerView) -> list[tuple[str, str]]:
+def _facts(job: JobView, ledger: LedgerView, every: bool) -> list[tuple[str, str]]:
     facts = [
         ("job", f"{job.id}  {escape(job.name)}"),
         ("state", styled(job.status)),
@@ -121,7 +121,7 @@ def _facts(job: JobView, ledger: LedgerView) -> list[tuple[str, str]]:
         *(("warning", f"[yellow]{escape(warning_line(warning))}[/]") for warning in job.warnings),
         ("step", f"{job.step} of {job.steps or '?'}, weight version {job.version}"),
         ("reward", number(job.reward)),
-        ("held-out", held_out(job)),
+        ("held-out", held_out(job, coverage=every)),
         ("time", f"{duration(job.queued_s)} in the queue, then {duration(job.ran_s)}"),
         ("ledger", ledger_line(ledger)),
         ("model", escape(str(job.spec.get("model", {}).get("path", "")))),

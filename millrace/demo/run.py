@@ -22,6 +22,7 @@ from millrace.local.host import free_port
 from millrace.local.options import StackOptions, pythons
 from millrace.local.stack import Stack
 from millrace.rest import JobState, JobView, LedgerView, StepMetrics
+from millrace.rest.coverage import covered
 from millrace.spec import JobSpec, parse
 from millrace.spec.merging import merged
 from millrace.terminal.output import ledger_line, number, people
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 MARGIN = 0.30
-"""The held-out reward has to rise by this much, or the demo fails."""
+"""The held-out score has to rise by this much, or the demo fails."""
 JOB = Path(__file__).with_name("job.yaml")
 GROWN = Path(__file__).with_name("grown.yaml")
 """What is other in the job of the grown model."""
@@ -211,7 +212,7 @@ class Outcome:
 
     @property
     def learned(self) -> bool:
-        """The job succeeded, its ledger adds up, and the held-out reward rose by the margin."""
+        """The job succeeded, its ledger adds up, and the held-out score rose by the margin."""
         ledger = self.ledger
         adds_up = ledger.issued == (ledger.queued + ledger.leased + ledger.generated + ledger.trained + ledger.dropped)
         rose = self.rise is not None and self.rise >= self.margin
@@ -228,7 +229,9 @@ def print_outcome(outcome: Outcome, seconds: dict[str, float], console: Console 
     job = outcome.job
     rows = Table.grid(padding=(0, 2))
     rows.add_row("job", f"{job.id} {job.state}" + (f": {job.failure}" if job.failure else ""))
-    rows.add_row("held-out reward", f"{number(job.evaluation_before)} before, {number(job.evaluation_last)} after")
+    before = covered(number(job.evaluation_before), job.evaluation_before_coverage)
+    after = covered(number(job.evaluation_last), job.evaluation_last_coverage)
+    rows.add_row("held-out", f"{before} before, {after} after")
     rows.add_row("ledger", ledger_line(outcome.ledger))
     pause_s = outcome.mean_pause_s
     rows.add_row("mean pause", "–" if pause_s is None else f"{1000 * pause_s:.1f} ms a publication")
@@ -240,4 +243,4 @@ def print_outcome(outcome: Outcome, seconds: dict[str, float], console: Console 
     console.print(rows)
     rise = number(outcome.rise)
     verdict = "learned" if outcome.learned else "NOT learned"
-    console.print(f"[bold]{verdict}[/]: the held-out reward rose by {rise}, {outcome.margin:.2f} is asked for.")
+    console.print(f"[bold]{verdict}[/]: the held-out score rose by {rise}, {outcome.margin:.2f} is asked for.")

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, PlainSerializer, computed_field
 
 from millrace.drops import DropReason
 from millrace.errors import Mistake
+from millrace.rest.coverage import Coverage as Coverage
 from millrace.rest.fleet import FleetView as FleetView
 from millrace.rest.fleet import GpuView as GpuView
 from millrace.rest.fleet import HostView as HostView
@@ -120,10 +121,16 @@ class JobSummary(BaseModel):
     steps: int = Field(0, description="Steps that the job will train; 0 until its data is read.")
     version: int = Field(description="Weight version that the trainer holds.")
     reward: float | None = Field(None, description="Mean reward of the last step's trajectories.")
-    evaluation_before: float | None = Field(None, description="Held-out reward at version 0.")
-    evaluation_last: float | None = Field(
-        None, description="Held-out reward of the last evaluation after training began; null before there is one."
+    evaluation_before: float | None = Field(
+        None, description="Held-out score at version 0: mean `acc`, or mean reward if the reward gives no `acc`."
     )
+    evaluation_before_coverage: Coverage | None = Field(None, description="The prompts of `evaluation_before`.")
+    evaluation_last: float | None = Field(
+        None,
+        description="Held-out score of the last evaluation after training began; null before there is one, and if none "
+        "of its prompts was scored.",
+    )
+    evaluation_last_coverage: Coverage | None = Field(None, description="The prompts of `evaluation_last`.")
     evaluation_step: int | None = Field(None, description="Step after which `evaluation_last` was measured.")
     created_s: float = Field(description="Unix time of the submission.")
     queued_s: float = Field(0.0, description="Seconds that it has spent in the queue.")

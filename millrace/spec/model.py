@@ -119,8 +119,8 @@ class Reward(StrictModel):
     """Memory of one scoring process and of all that it starts, MB, with the files that they write to /tmp, in addition
     to what Python itself takes."""
     max_failed_fraction: float = Field(0.5, ge=0.0, le=1.0)
-    """Largest part of the prompts that may be dropped because reward or environment failed on one of their answers. A
-    job with more, of at least 32 prompts and twice `prompts_per_step`, fails. 1: no limit."""
+    """Largest part of the training prompts that may be dropped because reward or environment failed on one of their
+    answers. A job with more, of at least 32 prompts and twice `prompts_per_step`, fails. 1: no limit."""
     workers: int = Field(2, ge=1, le=256)
     """Scoring processes in each replica."""
     network: bool = False

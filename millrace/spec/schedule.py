@@ -9,14 +9,14 @@ from millrace.validation import limits
 from millrace.validation.fields import OneOf, StrictModel
 from millrace.wire.deadlines import COMMIT_S, DEADLINES_S, FINISH_S
 
-HELD_OUT_REWARD = "evaluation/reward"
-"""The step metric that is shown as held-out reward."""
+HELD_OUT = "evaluation/held_out"
+"""The step metric that is shown as held-out score."""
 
 
 class StopWhen(StrictModel):
     """When a job ends before its last step. It then saves and evaluates as after any last step, and has succeeded."""
 
-    metric: str = HELD_OUT_REWARD
+    metric: str = HELD_OUT
     """The step metric that is looked at (docs/metrics.md), one of which larger values are better. Steps without it,
     such as those without an evaluation, do not end the job."""
     solved_at: float | None = Field(None, ge=-limits.LARGEST_WEIGHT, le=limits.LARGEST_WEIGHT)
@@ -43,7 +43,7 @@ class Schedule(StrictModel):
     """Number of checkpoints that are kept, the newest ones."""
     keep_best: str | None = None
     """Step metric by which the best checkpoint is kept in addition to the newest, the one with the largest value, as
-    evaluation/reward; with - before its name the one with the smallest. `checkpoints/best` is a link to it. A
+    evaluation/held_out; with - before its name the one with the smallest. `checkpoints/best` is a link to it. A
     checkpoint counts if its step has the metric: evaluate at the steps that are saved. null: only the newest."""
     stop_when: StopWhen | None = Field(None, examples=[{"solved_at": 0.95}])
     """When the job ends before its last step; null: it trains all steps."""

@@ -15,6 +15,7 @@ from rich.table import Table
 from millrace.client import Client
 from millrace.errors import InvalidJob, MillraceError
 from millrace.rest import JobSummary, LedgerView, MemberView, WarningView
+from millrace.rest.coverage import covered
 
 Url = Annotated[
     str | None,
@@ -114,11 +115,13 @@ def number(value: float | None, digits: int = 3) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def held_out(job: JobSummary) -> str:
-    """`0.100 → 0.950`; only the first one before there is another."""
-    if job.evaluation_last is None:
-        return number(job.evaluation_before)
-    return f"{number(job.evaluation_before)} → {number(job.evaluation_last)}"
+def held_out(job: JobSummary, coverage: bool = False) -> str:
+    """`0.100 → 0.950`; only the first one before there is another. A score that is not of every held-out prompt says
+    so: `0.420 (107 of 256)`. With `coverage` all say so."""
+    before = covered(number(job.evaluation_before), job.evaluation_before_coverage, coverage)
+    if job.evaluation_step is None and job.evaluation_last is None:
+        return before
+    return f"{before} → {covered(number(job.evaluation_last), job.evaluation_last_coverage, coverage)}"
 
 
 def warning_line(warning: WarningView) -> str:

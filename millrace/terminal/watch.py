@@ -189,7 +189,7 @@ def step_line(row: StepMetrics, job: JobView) -> str:
 
 def _print_end(job: JobView) -> None:
     console = people()
-    console.print(f"{job.id} {styled(job.state)} at step {job.step}; held-out reward {held_out(job)}")
+    console.print(f"{job.id} {styled(job.state)} at step {job.step}; held-out {held_out(job)}")
     for name, value in (("checkpoint", job.checkpoint), ("report", job.report), ("failure", job.failure)):
         if value:
             with contextlib.suppress(BrokenPipeError):

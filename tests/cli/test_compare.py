@@ -3,10 +3,11 @@ import math
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from millrace.cli import app
-from millrace.cli.compare import COMPARED, comparison
+from millrace.cli.compare import COMPARED, _metrics_table, comparison
 from millrace.client import Client
 from millrace.rest import JobState, JobView, StepMetrics
 from millrace.telemetry.metrics.catalogue import find
@@ -67,6 +68,26 @@ def test_the_best_of_seconds_is_the_lowest_and_what_is_not_finite_is_never_best(
         "timing_s/step": (3.0, 2.0, 2.5),
     }
     assert all(other is None for _, other in metrics.values())
+    assert all(course is None or not course.coverage for course, _ in metrics.values())
+
+
+def test_each_held_out_figure_has_the_coverage_of_its_own_evaluation() -> None:
+    counts = {"val-aux/scored_prompts": 256.0, "val-aux/asked_prompts": 256.0}
+    partial = counts | {"val-aux/scored_prompts": 107.0}
+    found = rows(counts | {HELD_OUT: 0.1}, partial | {HELD_OUT: 0.9, "timing_s/step": 1.0}, counts | {HELD_OUT: 0.4})
+    made = comparison([ONE, OTHER], [found, []])
+    course, _ = made.metrics[HELD_OUT]
+    assert course is not None and {which: str(each) for which, each in course.coverage.items()} == {
+        "first": "256 of 256",
+        "best": "107 of 256",
+        "last": "256 of 256",
+    }
+    seconds, _ = made.metrics["timing_s/step"]
+    assert seconds is not None and not seconds.coverage
+    console = Console(record=True, width=120, highlight=False)
+    console.print(_metrics_table(made))
+    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    assert f"{HELD_OUT} first 0.1 –" in lines and "best 0.9 (107 of 256) –" in lines and "last 0.4 –" in lines
 
 
 @pytest.fixture
@@ -99,4 +120,9 @@ def test_both_jobs_stand_side_by_side() -> None:
 def test_json_is_for_programs() -> None:
     found = json.loads(CliRunner().invoke(app, ["compare", ONE.id, OTHER.id, "--json"]).stdout)
     assert found["jobs"] == [ONE.id, OTHER.id] and found["spec"]["trainer.optimizer.lr"] == [1e-6, 2e-6]
-    assert found["metrics"]["critic/rewards/mean"][1] == {"first": "Infinity", "best": None, "last": "Infinity"}
+    assert found["metrics"]["critic/rewards/mean"][1] == {
+        "first": "Infinity",
+        "best": None,
+        "last": "Infinity",
+        "coverage": {},
+    }

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from millrace.cli import app
 from millrace.demo.run import JOB, MARGIN, Outcome, job_spec, print_outcome
 from millrace.drops import DropReason
-from millrace.rest import JobState, JobView, LedgerView, StepMetrics
+from millrace.rest import Coverage, JobState, JobView, LedgerView, StepMetrics
 from millrace.spec import load
 
 
@@ -56,6 +56,14 @@ def test_the_summary_says_all_that_a_newcomer_wants_to_know() -> None:
     for told in ("0.100 before, 0.950 after", "961 issued", "1 dropped (no_signal 1)", "20.0 ms a publication"):
         assert told in text
     assert "/out/checkpoint-60" in text and "/out/report.json" in text and "rose by 0.850, 0.30 is asked for" in text
+
+
+def test_the_summary_says_of_how_many_held_out_prompts_a_score_is() -> None:
+    coverage = {"evaluation_before_coverage": Coverage(scored=256, asked=256)}
+    coverage |= {"evaluation_last_coverage": Coverage(scored=107, asked=256)}
+    console = Console(record=True, width=200, highlight=False)
+    print_outcome(replace(outcome(), job=outcome().job.model_copy(update=coverage)), {}, console)
+    assert "0.100 before, 0.950 (107 of 256) after" in console.export_text()
 
 
 def test_the_job_is_a_valid_spec_and_takes_the_run_s_folders(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 /* Numbers, durations and times as people read them. */
+import type { Coverage } from "./rest";
 
 export function figure(value: number | string | null | undefined, digits = 3): string {
   if (value === null || value === undefined || value === "") return "–";
@@ -10,6 +11,12 @@ export function figure(value: number | string | null | undefined, digits = 3): s
 }
 
 export const signed = (value: number): string => `${value < 0 ? "−" : "+"}${figure(Math.abs(value))}`;
+
+/* A held-out score. One that is not of every held-out prompt says so: 0.42 (107 of 256). */
+export function heldOut(value: number | string | null | undefined, coverage: Coverage | null): string {
+  const partial = coverage !== null && coverage.scored !== coverage.asked;
+  return partial ? `${figure(value)} (${figure(coverage.scored)} of ${figure(coverage.asked)})` : figure(value);
+}
 
 const SIZES = ["", "k", "M", "G", "T", "P"];
 /* 12,345,678 as 12.3M. */

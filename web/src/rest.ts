@@ -44,6 +44,12 @@ export interface CheckpointSaved {
   seconds: number | string | null;
 }
 
+/** The prompts of one evaluation. */
+export interface Coverage {
+  scored: number;
+  asked: number;
+}
+
 /** The data files of a section of the job spec were opened, before the first prompt was issued. */
 export interface DataOpened {
   kind: "data.opened";
@@ -245,7 +251,9 @@ export interface JobSummary {
   version: number;
   reward: number | null;
   evaluation_before: number | null;
+  evaluation_before_coverage: Coverage | null;
   evaluation_last: number | null;
+  evaluation_last_coverage: Coverage | null;
   evaluation_step: number | null;
   created_s: number;
   queued_s: number;
@@ -272,7 +280,9 @@ export interface JobView {
   version: number;
   reward: number | null;
   evaluation_before: number | null;
+  evaluation_before_coverage: Coverage | null;
   evaluation_last: number | null;
+  evaluation_last_coverage: Coverage | null;
   evaluation_step: number | null;
   created_s: number;
   queued_s: number;

@@ -24,10 +24,7 @@ def held_out(source: str, groups: Sequence[GroupSummary]) -> dict[str, float]:
     and worst among k different answers; for values of 0 and 1 the best is pass@k (arXiv 2107.03374). verl draws the k
     answers with replacement instead. Where every answer has a `pred`, also the value of the majority of k answers.
     """
-    values = {"reward": [group.rewards for group in groups]}
-    accuracies = [group.accuracies for group in groups if group.accuracies is not None]
-    if len(accuracies) == len(groups):
-        values["acc"] = accuracies
+    values = _variables(groups)
     votes = [group.votes for group in groups if group.votes is not None]
     majorities = Majorities(votes) if len(votes) == len(groups) else None
     found: dict[str, float] = {}
@@ -37,6 +34,20 @@ def held_out(source: str, groups: Sequence[GroupSummary]) -> dict[str, float]:
             section = "val-core" if is_main and variable == list(values)[-1] else "val-aux"
             found[f"{section}/{source}/{variable}/{name}"] = value
     return found
+
+
+def main_values(groups: Sequence[GroupSummary]) -> list[float]:
+    """The variable of `val-core` of every answer to the prompts of one data source."""
+    return [value for row in list(_variables(groups).values())[-1] for value in row]
+
+
+def _variables(groups: Sequence[GroupSummary]) -> dict[str, list[list[float]]]:
+    """The values of each variable, a row for each prompt. The last variable is that of `val-core`."""
+    values = {"reward": [group.rewards for group in groups]}
+    accuracies = [group.accuracies for group in groups if group.accuracies is not None]
+    if len(accuracies) == len(groups):
+        values["acc"] = accuracies
+    return values
 
 
 def sizes(most: int) -> list[int]:

@@ -162,12 +162,16 @@ class PrometheusMetrics:
         states.clear()
         for state, count in counts.items():
             states.labels(state=state).set(count)
-        gauges = (names.JOB_STEP, names.JOB_VERSION, names.JOB_REWARD, names.JOB_EVALUATION)
+        gauges = (names.JOB_STEP, names.JOB_VERSION, names.JOB_REWARD, names.JOB_EVALUATION, names.JOB_EVALUATED)
         for gauge in gauges:
             gauge.on(self.registry).clear()
         for job in jobs:
-            held_out = job.evaluation_before if job.evaluation_last is None else job.evaluation_last
-            values = (job.step, job.version, job.reward, held_out)
+            shown = job.summary(None)
+            held_out, coverage = shown.evaluation_before, shown.evaluation_before_coverage
+            if shown.evaluation_step is not None:
+                held_out, coverage = shown.evaluation_last, shown.evaluation_last_coverage
+            part = None if coverage is None else coverage.scored / coverage.asked
+            values = (job.step, job.version, job.reward, held_out, part)
             for gauge, value in zip(gauges, values, strict=True):
                 if value is not None:
                     gauge.on(self.registry).labels(job_id=job.id).set(value)

@@ -9,9 +9,10 @@ from millrace.contracts.v1 import work_pb2
 from millrace.data import PromptSource
 from millrace.ids import JobId, Purpose, Version, evaluation_prompt
 from millrace.spec.model import Evaluation
-from millrace.spec.schedule import HELD_OUT_REWARD
+from millrace.spec.schedule import HELD_OUT
+from millrace.telemetry.metrics.step.evaluation import ASKED_PROMPTS, SCORED_PROMPTS
 from millrace.telemetry.spans.kinds import SpanKind
-from services.coordinator.observe.evaluation import held_out
+from services.coordinator.observe.evaluation import held_out, main_values
 from services.coordinator.observe.samples import samples_in
 from services.coordinator.observe.step_metrics import mean
 from services.coordinator.stages.issue import AT_ONCE, draft
@@ -86,28 +87,36 @@ async def _answers(run: Run, count: int) -> list[GroupSummary]:
 
 
 def _metrics(groups: list[GroupSummary]) -> dict[str, float]:
-    """The metrics of every data source. The draws of majorities may take seconds."""
+    """The metrics of every data source, and the held-out score if a prompt was scored. The draws of majorities may
+    take seconds."""
     by_source: defaultdict[str, list[GroupSummary]] = defaultdict(list)
     for group in groups:
         by_source[group.data_source].append(group)
-    return {name: value for source, own in by_source.items() for name, value in held_out(source, own).items()}
+    values = {name: value for source, own in by_source.items() for name, value in held_out(source, own).items()}
+    answers = [value for own in by_source.values() for value in main_values(own)]
+    return values | ({HELD_OUT: mean(answers)} if answers else {})
+
+
+def _fields(name: str, score: float | None, scored: int, asked: int) -> dict[str, float | str]:
+    """The fields of the job's record for one evaluation. A score that is not known is empty there."""
+    return {name: "" if score is None else score, f"{name}_scored": scored, f"{name}_asked": asked}
 
 
 async def _record(run: Run, groups: list[GroupSummary], count: int, seconds: float) -> None:
     values = await asyncio.to_thread(_metrics, groups)
-    values |= {"val-aux/scored_prompts": float(len(groups)), "timing_s/testing": seconds}
+    values |= {SCORED_PROMPTS: float(len(groups)), ASKED_PROMPTS: float(count), "timing_s/testing": seconds}
     shown = [group.prompt_id for group in groups[: run.spec.tracking.samples_per_step]]
     await run.records.add_samples(await samples_in(run.evaluation, run.records, shown, run.job.step))
-    if groups:
-        values[HELD_OUT_REWARD] = reward = mean([r for group in groups for r in group.rewards])
-        found: dict[str, float] = {"evaluation_before": reward} if run.job.step == 0 else {}
-        if run.job.step > 0 or run.done:
-            found |= {"evaluation_last": reward, "evaluation_step": run.job.step}
-        await run.components.store.jobs.update(run.job.id, **found)
-        message = f"held-out reward {reward:.4g} at version {run.job.version} on {len(groups)} of {count} prompts"
-    else:
-        refusals = await run.evaluation.refusals()
-        message = f"none of the {count} held-out prompts could be scored; the last one: {refusals.last}"
+    score = values.get(HELD_OUT)
+    found = _fields("evaluation_before", score, len(groups), count) if run.job.step == 0 else {}
+    if run.job.step > 0 or run.done:
+        found |= _fields("evaluation_last", score, len(groups), count) | {"evaluation_step": run.job.step}
+    await run.components.store.jobs.update(run.job.id, **found)
+    message = f"none of the {count} held-out prompts could be scored"
+    if score is not None:
+        message = f"held-out {score:.4g} at version {run.job.version} on {len(groups)} of {count} prompts"
+    if len(groups) < count:
+        message += f"; the last one without a score: {(await run.evaluation.refusals()).last}"
     await run.add_to_row(values)
     await run.tell(events.EvaluationDone(step=run.job.step, version=run.job.version, metrics=values), message)
     await run.refresh()

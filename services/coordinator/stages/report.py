@@ -12,9 +12,10 @@ from pydantic_core import to_json
 from millrace import events
 from millrace.memory.ledger import Part, Phase
 from millrace.rest import JobState, StepMetrics
+from millrace.rest.coverage import Coverage, covered
 from millrace.telemetry.metrics.catalogue import find
 from millrace.telemetry.metrics.step.batch import MEAN_SCORE
-from millrace.telemetry.metrics.step.evaluation import EVALUATION_RESULTS
+from millrace.telemetry.metrics.step.evaluation import ASKED_PROMPTS, EVALUATION_RESULTS, SCORED_PROMPTS
 from millrace.telemetry.metrics.step.memory import MEMORY, OFFLOADED, PEAK, PREDICTED, REST
 from millrace.telemetry.metrics.step.mismatch import MISMATCH_SUMMARY
 from millrace.telemetry.metrics.step.timing import TIMING
@@ -63,8 +64,10 @@ async def _gather(run: Run, state: JobState, message: str) -> dict[str, Any]:
         },
         "reward": {
             "held_out_before": job.evaluation_before,
+            "held_out_before_prompts": _prompts(job.evaluation_before_scored, job.evaluation_before_asked),
             "held_out_after": job.evaluation_last,
-            "held_out_after_step": job.evaluation_step if job.evaluation_last is not None else None,
+            "held_out_after_prompts": _prompts(job.evaluation_last_scored, job.evaluation_last_asked),
+            "held_out_after_step": job.evaluation_step if job.evaluation_step >= 0 else None,
             "training_first": _reward(rows[:1]),
             "training_last": _reward(rows[-LAST:]),
         },
@@ -86,9 +89,15 @@ def _reward(rows: Sequence[StepMetrics]) -> float | None:
     return mean(found) if found else None
 
 
+def _prompts(scored: int, asked: int) -> dict[str, int] | None:
+    coverage = Coverage.of(scored, asked)
+    return None if coverage is None else coverage.model_dump()
+
+
 def _evaluation(row: StepMetrics) -> dict[str, float]:
     values = {name: value for name, value in row.values.items() if find(name) in EVALUATION_RESULTS}
-    return {"step": float(row.step), **values} if values else {}
+    prompts = {name: row.values[name] for name in (SCORED_PROMPTS, ASKED_PROMPTS) if name in row.values}
+    return {"step": float(row.step), **prompts, **values} if values or prompts else {}
 
 
 def _seconds(rows: Sequence[StepMetrics]) -> dict[str, float]:
@@ -146,7 +155,7 @@ def _markdown(contents: dict[str, Any]) -> str:
     lines += [f"`{job['id']}`, {steps} in {job['seconds']:.0f} s from `{contents['model']}`, "]
     lines[-1] += f"after {job['seconds_in_queue']:.0f} s in the queue."
     lines += ["", "## Reward", "", "| | before | after |", "|---|---|---|"]
-    lines += [f"| held-out | {_figure(reward['held_out_before'])} | {_held_out_after(job, reward)} |"]
+    lines += [f"| held-out | {_held_out(reward, 'before')} | {_held_out_after(job, reward)} |"]
     lines += [f"| training, first step and last {LAST} | {_figure(reward['training_first'])} | "]
     lines[-1] += f"{_figure(reward['training_last'])} |"
     if contents["warnings"]:
@@ -169,13 +178,19 @@ def _ended(state: JobState) -> str:
     return "was cancelled" if state is JobState.CANCELLED else str(state)
 
 
+def _held_out(reward: dict[str, Any], when: str) -> str:
+    """The held-out score, with the number of its prompts if some have no score."""
+    prompts = reward[f"held_out_{when}_prompts"]
+    return covered(_figure(reward[f"held_out_{when}"]), None if prompts is None else Coverage(**prompts))
+
+
 def _held_out_after(job: dict[str, Any], reward: dict[str, Any]) -> str:
-    """The held-out reward after training, with its step where that is not the last one of the job."""
-    if reward["held_out_after"] is None:
+    """The held-out score after training, with its step if that is not the last one of the job."""
+    if reward["held_out_after_step"] is None:
         return (
             "not evaluated" if reward["held_out_before"] is None else f"not evaluated: the job {_ended(job['state'])}"
         )
-    found, step = _figure(reward["held_out_after"]), reward["held_out_after_step"]
+    found, step = _held_out(reward, "after"), reward["held_out_after_step"]
     return found if step == job["steps_wanted"] else f"{found} (after step {step})"
 
 

@@ -12,6 +12,7 @@ from typing import Any, Self
 from millrace.errors import InvalidState, NotFound
 from millrace.ids import JobId, Version
 from millrace.rest import JobRequest, JobState, JobSummary, JobView, WaitingView, WarningView
+from millrace.rest.coverage import Coverage
 from millrace.spec.job import JobSpec
 
 TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
@@ -100,8 +101,13 @@ class JobRecord:
     """The step after which the job stops early; 0: after those of its schedule."""
     reward: float | None = None
     evaluation_before: float | None = None
+    evaluation_before_scored: int = 0
+    evaluation_before_asked: int = 0
+    """Held-out prompts; 0: there was no evaluation yet."""
     evaluation_last: float | None = None
     """None until an evaluation after a step; of a job without steps that of its model."""
+    evaluation_last_scored: int = 0
+    evaluation_last_asked: int = 0
     evaluation_step: int = -1
     queued_s: float = 0.0
     """Seconds in the queue up to `since_s`."""
@@ -169,8 +175,10 @@ class JobRecord:
             version=self.version,
             reward=self.reward,
             evaluation_before=self.evaluation_before,
+            evaluation_before_coverage=Coverage.of(self.evaluation_before_scored, self.evaluation_before_asked),
             evaluation_last=self.evaluation_last,
-            evaluation_step=self.evaluation_step if self.evaluation_last is not None else None,
+            evaluation_last_coverage=Coverage.of(self.evaluation_last_scored, self.evaluation_last_asked),
+            evaluation_step=self.evaluation_step if self.evaluation_step >= 0 else None,
             created_s=self.created_s,
             queued_s=clock["queued_s"],
             ran_s=clock["ran_s"],

@@ -347,7 +347,7 @@ async def test_checkpoints_are_kept_and_pruned(cluster: Cluster, spec: dict[str,
 @scenario
 async def test_the_best_checkpoint_is_kept_beside_the_newest(cluster: Cluster, spec: dict[str, Any]) -> None:
     await cluster.trainer(), await cluster.replica()
-    spec["schedule"] |= {"save_every_steps": 1, "keep_checkpoints": 1, "keep_best": "-evaluation/reward"}
+    spec["schedule"] |= {"save_every_steps": 1, "keep_checkpoints": 1, "keep_best": "-evaluation/held_out"}
     spec["evaluation"] |= {"every_steps": 1}  # held-out rewards grow: the smallest is that of step 1
     job = await cluster.ended(await cluster.submit(spec))
     assert job.state is JobState.SUCCEEDED
@@ -356,7 +356,7 @@ async def test_the_best_checkpoint_is_kept_beside_the_newest(cluster: Cluster, s
     assert (folder / "best").resolve() == (folder / "step-1").resolve()
     (told,) = await cluster.events(job.id, "checkpoint.best")
     row = cluster.coordinator.client.metrics(job.id)[0].values
-    assert (told.data.step, told.data.value) == (1, row["evaluation/reward"])
+    assert (told.data.step, told.data.value) == (1, row["evaluation/held_out"])
 
 
 @scenario
@@ -367,7 +367,7 @@ async def test_a_solved_job_stops_and_has_succeeded(cluster: Cluster, spec: dict
     job = await cluster.ended(await cluster.submit(spec))
     assert (job.state, job.step, job.steps) == (JobState.SUCCEEDED, 2, 2)
     (told,) = await cluster.events(job.id, "job.stopping")
-    assert (told.data.step, told.data.cause) == (2, "solved") and "evaluation/reward is " in told.message
+    assert (told.data.step, told.data.cause) == (2, "solved") and "evaluation/held_out is " in told.message
     assert job.checkpoint == str(Path(spec["output"]) / "checkpoints" / "step-2") and job.evaluation_step == 2
     ledger = await cluster.ledger(job.id)
     assert ledger.trained == 8 and ledger.queued == ledger.leased == ledger.generated == 0

@@ -2,7 +2,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 
 import { follow, get } from "../api";
-import { duration, figure, moment } from "../format";
+import { duration, figure, heldOut, moment } from "../format";
 import { Figure, Progress, State } from "../parts/small";
 import type { Event, JobView, StepMetrics } from "../rest";
 import { link, problem, usePolled } from "../state";
@@ -84,8 +84,8 @@ export function Head({ job, last, changed }: { job: JobView; last: StepMetrics |
         <div class="figure steps"><b>{figure(job.step)}<i> / {job.steps ? figure(job.steps) : "?"}</i></b><Progress done={job.step} of={job.steps} /></div>
         <Figure name={left !== null ? "left" : "ran"} value={duration(left ?? job.ran_s)} title={`Submitted ${moment(job.created_s)}; ran ${duration(job.ran_s)}, queued ${duration(job.queued_s)}`} />
         <Figure name="reward" value={figure(job.reward)} />
-        <Figure name="held-out before" value={figure(job.evaluation_before)} />
-        {job.evaluation_last !== null && <Figure name={`held-out after step ${job.evaluation_step}`} value={figure(job.evaluation_last)} />}
+        <Figure name="held-out before" value={heldOut(job.evaluation_before, job.evaluation_before_coverage)} />
+        {job.evaluation_step !== null && <Figure name={`held-out after step ${job.evaluation_step}`} value={heldOut(job.evaluation_last, job.evaluation_last_coverage)} />}
         <Figure name="a step takes" value={typeof seconds === "number" ? duration(seconds) : figure(seconds)} />
         <Figure name="tokens/s and device" value={figure(values["perf/throughput"])} />
         <Figure name="response tokens" value={figure(values["response_length/mean"])} />

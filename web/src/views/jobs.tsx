@@ -2,7 +2,7 @@
 import { useMemo, useRef, useState } from "preact/hooks";
 
 import { get, query } from "../api";
-import { ago, duration, figure, oneLine } from "../format";
+import { ago, duration, figure, heldOut, oneLine } from "../format";
 import { VirtualList } from "../parts/list";
 import { Choice, Empty, Progress, State } from "../parts/small";
 import type { JobPage, JobSummary } from "../rest";
@@ -20,6 +20,9 @@ export function timeLeft(job: JobSummary): number | null {
   if (!ACTIVE.includes(job.state) || !job.steps || !job.step || !job.ran_s) return null;
   return ((job.steps - job.step) * job.ran_s) / job.step;
 }
+
+const lastHeldOut = (job: JobSummary): string => (job.evaluation_step === null
+  ? heldOut(job.evaluation_before, job.evaluation_before_coverage) : heldOut(job.evaluation_last, job.evaluation_last_coverage));
 
 /* Why the job waits, failed or was warned, in one line. */
 export function reason(job: JobSummary): { text: string; kind: string } | null {
@@ -94,7 +97,7 @@ function Row({ job, chosen, toggle, changed }: { job: JobSummary; chosen: boolea
       <div class="how"><Progress done={job.step} of={job.steps} /><small>step {figure(job.step)}{job.steps ? ` of ${figure(job.steps)}` : ""}</small></div>
       <div class="number"><b>{left !== null ? duration(left) : duration(job.ran_s)}</b><small>{left !== null ? "left" : "ran"}</small></div>
       <div class="number"><b>{figure(job.reward)}</b><small>reward</small></div>
-      <div class="number held"><b>{figure(job.evaluation_last ?? job.evaluation_before)}</b><small>held-out</small></div>
+      <div class="number held"><b>{lastHeldOut(job)}</b><small>held-out</small></div>
       <Actions job={job} changed={changed} />
     </div>
   );

@@ -2,7 +2,7 @@
 import { useEffect, useState } from "preact/hooks";
 
 import { get } from "../api";
-import { bytes, duration, figure, moment } from "../format";
+import { bytes, duration, figure, heldOut, moment } from "../format";
 import { Empty } from "../parts/small";
 import type { CheckpointSaved, EvaluationDone, Event, JobView, LedgerView, PublicationDone } from "../rest";
 import { problem, usePolled } from "../state";
@@ -41,7 +41,7 @@ export function Records({ job, events }: { job: JobView; events: Event[] }) {
         {!scored.length && <Empty>None among the newest events.</Empty>}
         {scored.length > 0 && <table><thead><tr><th>after step</th><th>version</th><th>held-out</th><th>time</th></tr></thead><tbody>
           {scored.slice(0, 100).map(({ event, data }) => (
-            <tr key={event.id}><td>{figure(data.step)}</td><td>{figure(data.version)}</td><td>{heldOut(data)}</td><td>{moment(event.time_s)}</td></tr>
+            <tr key={event.id}><td>{figure(data.step)}</td><td>{figure(data.version)}</td><td>{scores(data)}</td><td>{moment(event.time_s)}</td></tr>
           ))}
         </tbody></table>}
       </section>
@@ -61,9 +61,13 @@ export function Records({ job, events }: { job: JobView; events: Event[] }) {
   );
 }
 
-function heldOut(data: EvaluationDone): string {
+/* The held-out score, and of several data sources each one's part of it. */
+function scores(data: EvaluationDone): string {
+  const { "val-aux/scored_prompts": scored, "val-aux/asked_prompts": asked } = data.metrics;
+  const coverage = typeof scored === "number" && typeof asked === "number" ? { scored, asked } : null;
   const means = Object.entries(data.metrics).filter(([name]) => /^val-core\/.*\/mean@/.test(name));
-  return means.map(([name, value]) => `${name.split("/")[1]} ${figure(value)}`).join(" · ") || "–";
+  const parts = means.map(([name, value]) => `${name.slice("val-core/".length).replace(/\/[^/]+\/mean@.*$/, "")} ${figure(value)}`);
+  return [heldOut(data.metrics["evaluation/held_out"], coverage), ...(means.length > 1 ? parts : [])].join(" · ");
 }
 
 function Publications({ job }: { job: JobView }) {

@@ -26,7 +26,14 @@ JOB_EVALUATION = PrometheusMetric(
     Gauge,
     "millrace_job_evaluation_reward",
     Unit.REWARD,
-    "Mean reward on held-out prompts in the last evaluation.",
+    "Held-out score of the last evaluation: mean `acc`, or mean reward if the reward gives no `acc`.",
+    ("job_id",),
+)
+JOB_EVALUATED = PrometheusMetric(
+    Gauge,
+    "millrace_job_evaluation_coverage",
+    Unit.RATIO,
+    "Part of the held-out prompts of the last evaluation that have a score.",
     ("job_id",),
 )
 PROMPTS = PrometheusMetric(

@@ -12,6 +12,9 @@ _MAJORITY = (
     " verl, where the reward function gives every answer a `pred`."
 )
 
+SCORED_PROMPTS = "val-aux/scored_prompts"
+ASKED_PROMPTS = "val-aux/asked_prompts"
+
 EVALUATION_RESULTS = (
     StepMetric("val-core/{data_source}/{variable}/mean@{n}", Unit.REWARD, COORDINATOR, _MEAN),
     StepMetric("val-core/{data_source}/{variable}/best@{k}/mean", Unit.REWARD, COORDINATOR, f"{_BEST} Here k = n."),
@@ -54,10 +57,14 @@ EVALUATION = (
         "Standard deviation over those draws, then the mean over the prompts.",
     ),
     StepMetric(
-        "evaluation/reward",
+        "evaluation/held_out",
         Unit.REWARD,
         COORDINATOR,
-        "Held-out reward: mean over all answers of all data sources, as `millrace jobs` shows it.",
+        "Held-out score, as `millrace jobs` shows it: mean over all answers of the variable that `val-core` "
+        "has of their data source. With one data source it is that `mean@n`.",
     ),
-    StepMetric("val-aux/scored_prompts", Unit.COUNT, COORDINATOR, "Held-out prompts that were scored."),
+    StepMetric(SCORED_PROMPTS, Unit.COUNT, COORDINATOR, "Held-out prompts that were scored."),
+    StepMetric(
+        ASKED_PROMPTS, Unit.COUNT, COORDINATOR, "Held-out prompts of the evaluation. Those that failed have no score."
+    ),
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from millrace.ids import PromptId
 from millrace.telemetry.metrics.catalogue import check
 from millrace.telemetry.metrics.declaration import Owner
-from services.coordinator.observe.evaluation import held_out
+from services.coordinator.observe.evaluation import held_out, main_values
 from services.coordinator.state.group import GroupSummary
 
 REWARDS = st.integers(1, 6).flatmap(
@@ -99,5 +99,7 @@ def test_an_accuracy_takes_the_reward_s_place_in_the_core() -> None:
     assert found["val-aux/math/acc/std@2"] == 0.25
     assert found["val-aux/math/reward/mean@2"] == pytest.approx(0.45)
     assert found["val-aux/math/reward/best@2/mean"] == pytest.approx(0.7)
+    assert statistics.fmean(main_values(groups)) == found["val-core/math/acc/mean@2"]
     one_lacks_it = held_out("math", [*groups, group([1.0, 1.0])])
+    assert statistics.fmean(main_values([*groups, group([1.0, 1.0])])) == pytest.approx(3.8 / 6)
     assert "val-core/math/reward/mean@2" in one_lacks_it and not [name for name in one_lacks_it if "/acc/" in name]

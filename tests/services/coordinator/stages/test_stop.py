@@ -39,7 +39,7 @@ def test_a_job_stops_when_it_is_solved_or_flat(
         ({"stop_when": {}}, 5, "neither schedule.stop_when.solved_at nor"),
         ({"stop_when": {"solved_at": 0.9}}, 0, "schedule.stop_when.metric: .*evaluation.every_steps is not given"),
         ({"stop_when": {"flat_steps": 4}}, 5, "raise it to at least 5"),
-        ({"keep_best": "evaluation/reward"}, 5, "set schedule.save_every_steps"),
+        ({"keep_best": "evaluation/held_out"}, 5, "set schedule.save_every_steps"),
         ({"keep_best": "-val-core/a/reward/mean@1", "save_every_steps": 5}, 0, "set evaluation.every_steps"),
         ({"keep_best": "critic/score/mean", "save_every_steps": 5}, 0, None),
         ({"stop_when": {"metric": "critic/score/mean", "flat_steps": 50}}, 0, None),
