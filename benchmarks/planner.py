@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.frozen_head import frozen_head_gradient
 from benchmarks.planner_cases import MEASURED_JOBS, PUBLICATIONS, SMALL, Measured, job
 from millrace.megatron.architectures.published import PUBLISHED
-from millrace.megatron.flops import active_parameters
+from millrace.megatron.architectures.shape import active_parameters
 from millrace.memory.ledger import peak
 from millrace.memory.prediction import predict
 from millrace.planner.candidates import model_shape
@@ -29,7 +29,7 @@ from millrace.planner.trainer.layout import Imbalance, layout_of, total
 from millrace.planner.trainer.times import Trainer, training_times
 from millrace.planner.workload import Workload, workload
 from millrace.spec import JobSpec, load, parse
-from millrace.spec.merging import merged
+from millrace.spec.document import merged
 from millrace.spec.passes import StepPasses
 
 ROOT = Path(__file__).parents[1]

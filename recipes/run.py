@@ -15,7 +15,7 @@ from millrace.local.options import StackOptions, pythons
 from millrace.local.stack import Stack
 from millrace.rest import JobState
 from millrace.spec import parse
-from millrace.spec.merging import merged
+from millrace.spec.document import merged
 from millrace.terminal.watch import show_live
 from recipes.catalogue import RECIPES, Recipe, recipe
 from recipes.data_sets import DATA_SETS, converted, data_set

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from millrace.drops import Drop, DropReason
-from millrace.equal_rewards import all_equal, without_signal
+from millrace.drops import Drop, DropReason, all_equal, without_signal
 from millrace.rl.formulas.groups import Groups
 
 

@@ -28,7 +28,7 @@ ORDER = {
         events service_process trackers
         backends engines environments rest wire
         descriptors rewards rl telemetry weights
-        contracts equal_rewards sandbox validation
+        contracts sandbox validation
         drops errors ids sequence_cost software
     """,
     "services.coordinator": """

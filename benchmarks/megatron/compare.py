@@ -108,9 +108,8 @@ class GivenExperts:
 
 def deepep(world: World, case: dict[str, Any]) -> dict[str, Any]:
     """Which dispatcher is taken, and what is said where DeepEP is not available."""
-    from millrace.backends.megatron import Experts, MegatronOptions
+    from millrace.backends.megatron import Experts, MegatronOptions, deepep_obstacle
     from millrace.errors import InvalidJob
-    from millrace.megatron.deepep import obstacle
     from services.trainer.backends.megatron.model.configuration import dispatcher
 
     taken = dispatcher(MegatronOptions(expert_parallel=2))
@@ -118,7 +117,7 @@ def deepep(world: World, case: dict[str, Any]) -> dict[str, Any]:
         demanded = dispatcher(MegatronOptions(expert_parallel=2, experts=Experts(dispatcher="deepep")))
     except InvalidJob as error:
         demanded = str(error)
-    return {"obstacle": obstacle(), "auto": taken, "demanded": demanded}
+    return {"obstacle": deepep_obstacle(), "auto": taken, "demanded": demanded}
 
 
 def _scores(model: Any, row: int, case: dict[str, Any], device: torch.device) -> tuple[Tensor, Tensor]:

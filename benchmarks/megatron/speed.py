@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.megatron import batches, models
 from benchmarks.megatron.compare import job_spec
 from millrace.megatron.architectures import read_shape
-from millrace.megatron.flops import sequence_cost
+from millrace.megatron.architectures.shape import sequence_cost
 from services.trainer.backends import build
 from services.trainer.protocol.backend import Backend
 from services.trainer.ranks.world import World

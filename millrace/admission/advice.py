@@ -1,8 +1,11 @@
-"""Values with which a valid job likely learns more slowly, or that have no effect."""
+"""Values with which a valid job likely learns more slowly, or that have no effect, and layouts of its ranks over hosts
+that slow it down needlessly. Needs no torch."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from millrace.backends import BACKENDS
+from millrace.descriptors import Hosts, imported
 from millrace.errors import InvalidJob, Mistake, wrong_value
 from millrace.lora.asked import absent
 from millrace.megatron.adapters import EXPERTS, linear_layers
@@ -10,6 +13,17 @@ from millrace.megatron.architectures import read_shape
 from millrace.megatron.weights import LOCAL
 from millrace.spec.job import JobSpec
 from millrace.spec.lora import MEGATRON_NAMES, OF_EXPERTS
+
+
+def across_hosts(spec: JobSpec, ranks: int, ranks_per_host: int) -> list[Mistake]:
+    """Fields of the job with a better value, where a trainer has so many ranks, and each host so many of them. The job
+    runs as it is."""
+    hosts = Hosts(ranks, ranks_per_host)
+    descriptor = BACKENDS[spec.trainer.backend]
+    if not hosts.several or not descriptor.across_hosts:
+        return []
+    return list(imported(descriptor.across_hosts)(spec, hosts))
+
 
 USUAL_RANK = 32
 """An adapter of this rank has room for what a model of up to some tens of billions of parameters learns."""

@@ -7,8 +7,7 @@ from pathlib import Path
 from millrace.data.model_folder import TOKENIZER_FILES, check_weights_folder, text_config, vocabulary
 from millrace.errors import Mistake, refused, wrong_value
 from millrace.rewards import judge_template as template
-from millrace.spec.judge import JudgeTerm
-from millrace.spec.pool import Pool, PoolTask
+from millrace.spec.pool import JudgeTerm, Pool, PoolTask
 
 REWARD_MODELS = "ForSequenceClassification"
 """Ending of the names of architectures that give a text one number, or one for each label."""

@@ -1,19 +1,20 @@
 """Whether a job can run on this machine: every mistake is found before the job is accepted, and all are told at once.
 
 Paths have to be absolute. Every service opens them itself, and each would resolve a relative path in its own working
-folder. A client does not resolve them either, because the services may run on other machines.
+folder. A client does not resolve them either, because the services may run on other machines. In `output`
+placeholders stand for parts of the path (`with_output`), and no earlier job may have left checkpoints there.
 """
 
 import errno
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from millrace import engines, hub
 from millrace.admission import choices, engine_options
-from millrace.admission.output import with_output
 from millrace.admission.pools import check_pool
 from millrace.admission.pools import mistakes_of as mistakes_of_judge
 from millrace.backends import BACKENDS, FIELD
@@ -23,16 +24,45 @@ from millrace.data.model_folder import check_model_folder, check_weights_folder,
 from millrace.descriptors import imported
 from millrace.environments.registry import check as check_environment
 from millrace.errors import InvalidJob, Mistake, Unavailable, refused, wrong_value
+from millrace.ids import JobId, new_job_id
 from millrace.lora.asked import with_folder
 from millrace.lora.folder import FIELD as ADAPTER_FIELD
 from millrace.rewards import NEED_TRUTHS, Term
 from millrace.rewards import check as check_reward
 from millrace.rewards.locate import Target
-from millrace.spec import JobSpec, parse
+from millrace.spec import parse
+from millrace.spec.job import PLACEHOLDER, JobSpec
 from millrace.spec.model import Model
 from millrace.spec.trainer import ROLES
 from millrace.trackers import check_trackers
 from millrace.validation.mistakes import options as checked_options
+
+RUNS = "MILLRACE_RUNS"
+"""Environment variable of the coordinator with the folder that `{runs}` stands for."""
+
+
+def with_output(spec: JobSpec, job_id: JobId | None = None) -> JobSpec:
+    """The spec with values in the place of the placeholders of `output`. Without a `job_id` that of a job that will
+    not exist."""
+    if PLACEHOLDER.search(spec.output) is None:
+        return spec
+    values = {
+        "name": spec.name.replace(" ", "-"),
+        "id": job_id or new_job_id(),
+        "date": time.strftime("%Y-%m-%d"),
+        "runs": os.environ.get(RUNS) or str(Path.home() / "millrace" / "runs"),
+    }
+    output = PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), spec.output)
+    return spec.model_copy(update={"output": output})
+
+
+def left_checkpoints(output: str, others: Sequence[str] = ()) -> Iterator[Mistake]:
+    """A mistake where the folder holds checkpoints. `others` are more ways to correct it."""
+    checkpoints = Path(output) / "checkpoints"
+    if os.path.isdir(checkpoints) and any(checkpoints.glob("step-*")):
+        reason = f"{checkpoints} holds checkpoints of an earlier job, which this one would replace"
+        fixes = ["give another folder ({id} in its path makes one for each job)", *others, "or remove them"]
+        yield wrong_value("output", output, reason, f"{', '.join(fixes)}.")
 
 
 def check(tree: Any) -> JobSpec:

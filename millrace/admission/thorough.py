@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from millrace.admission.output import left_checkpoints
+from millrace.admission.submission import left_checkpoints
 from millrace.admission.trials import SHOWN, RewardTrial, ask_judges, model_mistakes
 from millrace.data import PromptRow, PromptSource, open_section
 from millrace.data.chat import render

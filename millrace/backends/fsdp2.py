@@ -73,7 +73,7 @@ DESCRIPTOR = BackendDescriptor(
         "critic": frozenset({"offload_optimizer", "offload_activations", *OF_EACH_MODEL}),
     },
     check="millrace.fsdp2.rules:check_submission",
-    across_hosts="millrace.fsdp2.across_hosts:warnings",
+    across_hosts="millrace.fsdp2.rules:across_hosts",
     trains_adapters=True,
     publishes_adapters=True,
     memory="millrace.memory.fsdp2:predict",

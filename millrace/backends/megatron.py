@@ -5,6 +5,7 @@ verl's words for the same options: TP, PP, EP and so on are the sizes here, LAST
 OFFLOAD_FRACTION is `optimizer_offload_fraction`.
 """
 
+import functools
 from collections.abc import Mapping
 from math import lcm
 from typing import Any, Literal
@@ -16,6 +17,31 @@ from millrace.software import TESTED_TORCH, Software
 from millrace.validation.fields import StrictModel
 from millrace.validation.limits import LARGEST_WEIGHT, MOST_RANKS
 from millrace.validation.mistakes import options
+
+TESTED_DEEPEP = "1.2.1"
+"""The last release whose `Buffer` Megatron-Core 0.16 calls."""
+
+
+@functools.cache
+def deepep_obstacle() -> str | None:
+    """Why DeepEP cannot be used in this process; None where it can. Imports torch, and DeepEP where there is a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    if torch.cuda.get_device_capability()[0] < 9:
+        return "its kernels need a Hopper GPU or a newer one"
+    try:
+        from deep_ep import Buffer  # noqa: F401
+        from deep_ep.utils import EventHandle, EventOverlap  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name == "deep_ep":
+            return "deep_ep is not installed"
+        return f"deep_ep cannot be loaded: {error}"
+    except ImportError as error:  # built for another torch, or another package of that name
+        return f"deep_ep cannot be loaded: {error}"
+    return None
+
 
 MOST_LAYERS = 10_000
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
@@ -132,7 +158,7 @@ DESCRIPTOR = BackendDescriptor(
     options=MegatronOptions,
     ranks_multiple=lambda options: options.ranks_multiple,
     check="millrace.megatron.rules:check_submission",
-    across_hosts="millrace.megatron.across_hosts:warnings",
+    across_hosts="millrace.megatron.rules:across_hosts",
     memory="millrace.memory.megatron:predict",
     role_options={
         "reference": frozenset({"offload_reference", "logprob_chunk_tokens"}),

@@ -20,10 +20,10 @@ import typer
 from rich.markup import escape
 
 from millrace.backends import BACKEND_NAMES, BACKENDS
+from millrace.backends.megatron import TESTED_DEEPEP
 from millrace.engines import ENGINE_NAMES, ENGINES
 from millrace.errors import Unavailable
 from millrace.local.host import visible_devices
-from millrace.megatron.deepep import TESTED as TESTED_DEEPEP
 from millrace.sandbox import probe as sandbox_probe
 from millrace.sandbox.boundaries import Boundary, Missing, listed
 from millrace.software import Software, how_to_install, installed_release
@@ -180,7 +180,7 @@ def deepep() -> Finding:
     if not release and importlib.util.find_spec("deep_ep") is None:
         return Finding("deepep", Need.TRAIN, Verdict.MISSING, "deep_ep is not installed", recipe)
     found = f"deep_ep {release or 'of unknown release'}"
-    program = "from millrace.megatron.deepep import obstacle; print(obstacle() or 'usable')"
+    program = "from millrace.backends.megatron import deepep_obstacle; print(deepep_obstacle() or 'usable')"
     answer = _run([sys.executable, "-c", program], IMPORT_TIMEOUT_S).splitlines()
     why = answer[-1] if answer else "loading it ends the process"
     if why != "usable":

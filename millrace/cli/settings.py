@@ -75,7 +75,7 @@ def variants_of(settings: Sequence[str] | None) -> list[Variant]:
 def applied(tree: Mapping[str, Any], variant: Variant) -> dict[str, Any]:
     """What a variant of a sweep changes in the spec with this tree: its values, its name, and its output folder unless
     that has the name or the id in it."""
-    from millrace.spec.merging import merged
+    from millrace.spec.document import merged
 
     changes = dict(variant.changes)
     if not variant.suffix:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from millrace.admission.advice import across_hosts
 from millrace.cli.settings import Settings, changes_of
 from millrace.errors import NotFound
 from millrace.terminal.output import AsJson, people, print_json
@@ -56,7 +57,7 @@ def validate(
     status 1.
     """
     from millrace import hub
-    from millrace.admission import hosts, submission, thorough
+    from millrace.admission import submission, thorough
     from millrace.admission.advice import advice
     from millrace.spec import parse
     from millrace.spec.document import Document
@@ -74,7 +75,7 @@ def validate(
         return print_json(checked)
     if memory:
         notes = list(_memory(hub.local(checked), gpu_memory, trainer_gpus, engine))
-    across = [] if trainer_gpus is None else hosts.warnings(checked, trainer_gpus, gpus_per_host)
+    across = [] if trainer_gpus is None else across_hosts(checked, trainer_gpus, gpus_per_host)
     for note in (*notes, *advice(checked), *across):
         people().print(str(note), markup=False)
     checked_parts = "the fields are valid" if fields_only else "the fields are valid; model, data and reward are usable"

@@ -24,7 +24,7 @@ from millrace.local.stack import Stack
 from millrace.rest import JobState, JobView, LedgerView, StepMetrics
 from millrace.rest.coverage import covered
 from millrace.spec import JobSpec, parse
-from millrace.spec.merging import merged
+from millrace.spec.document import merged
 from millrace.terminal.output import ledger_line, number, people
 from millrace.terminal.watch import show_live
 

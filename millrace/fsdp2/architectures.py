@@ -1,4 +1,5 @@
-"""Architectures of transformers that the fsdp2 backend computes right, and those that it refuses. Torch-free.
+"""Architectures of transformers that the fsdp2 backend computes right, those that it refuses, and those whose logits it
+keeps for a whole micro-batch instead of a chunk of tokens. Torch-free.
 
 Each was tried with a tiny random model, by tests/services/trainer/backends/fsdp2/sweep.py. One that is in none of these
 tables is tried so when a trainer or `millrace validate` builds it.
@@ -8,6 +9,45 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from millrace.errors import Mistake, wrong_value
+from millrace.spec.lora import Lora
+
+MORE_LAYERS = frozenset(
+    {
+        "bert",
+        "big_bird",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "megatron-bert",
+        "mllama",
+        "mllama_text_model",
+        "modernbert-decoder",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    }
+)
+"""Model types whose output layer does not follow the last hidden states directly, or whose classes do not tell where
+they are."""
+OUTPUT_LAYERS = ("lm_head", "embed_out", "output_projection")
+"""Names of output layers."""
+
+
+def keeps_whole_logits(model_type: str, lora: Lora | None) -> bool:
+    """Whether a job's logits exist for all tokens of a micro-batch: with an adapter on the output layer, and in models
+    of `MORE_LAYERS`."""
+    if model_type in MORE_LAYERS:
+        return True
+    if lora is None or isinstance(lora.target_modules, str):
+        return False
+    return any(name in lora.target_modules and name not in lora.exclude_modules for name in OUTPUT_LAYERS)
+
 
 ATTENTIONS = ("segments", "flash_attention_2", "sdpa")
 """Values of trainer.backend_options.attention that were tried. `varlen` is as `segments`."""

@@ -1,13 +1,35 @@
-"""What of an FSDP2 job cannot run, told at submission. Torch-free."""
+"""What of an FSDP2 job cannot run, told at submission, and what crosses hosts needlessly, told once the trainer's hosts
+are known. Torch-free."""
 
 from collections.abc import Iterator
+from math import gcd
 from pathlib import Path
 from typing import Any
 
+from millrace.backends.fsdp2 import parse
 from millrace.data.model_folder import FIELD, text_config
-from millrace.errors import InvalidJob
+from millrace.descriptors import Hosts
+from millrace.errors import InvalidJob, Mistake, wrong_value
 from millrace.fsdp2 import architectures, rotary, sequence_parallel
 from millrace.spec import JobSpec
+
+
+def across_hosts(spec: JobSpec, hosts: Hosts) -> Iterator[Mistake]:
+    """Fields with a better value. A copy over several whole hosts is the user's choice if the field says so."""
+    options = parse(spec.trainer.backend_options)
+    shared, size = options.sequence_parallel_size, options.fsdp_size
+    several = f"several hosts of {hosts.ranks_per_host} ranks"
+    if hosts.cross(shared):
+        reason = f"its ranks exchange activations in every layer, and lie on {several}"
+        fix = f"give {hosts.largest_within(shared)}."
+        yield wrong_value("trainer.backend_options.sequence_parallel_size", shared, reason, fix)
+    if hosts.cross(size or hosts.ranks) and (size is None or size % hosts.ranks_per_host):
+        better = hosts.largest_within(gcd(hosts.ranks, hosts.ranks_per_host))
+        reason = f"weights are gathered in every layer over {several}"
+        times = f"{(size or hosts.ranks) / better:g} times"
+        fix = f"give {better} if a GPU has room for {times} the share of weights, gradients and optimizer."
+        yield wrong_value("trainer.backend_options.fsdp_size", size, reason, fix)
+
 
 CRITIC = "algorithm.critic.path"
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from millrace.backends.fsdp2 import Fsdp2Options, parse
-from millrace.fsdp2.logits import keeps_whole_logits
+from millrace.fsdp2.architectures import keeps_whole_logits
 from millrace.fsdp2.sequence_parallel import check
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.memory.adapters import adapter_parameters, without_experts

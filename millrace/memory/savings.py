@@ -10,7 +10,7 @@ from millrace.megatron.architectures.shape import ModelShape
 from millrace.memory.ledger import Phase, peak
 from millrace.memory.prediction import predict
 from millrace.spec import JobSpec, parse
-from millrace.spec.merging import merged
+from millrace.spec.document import merged
 from millrace.spec.trainer import ROLES
 
 OPTIONS = "trainer.backend_options"

@@ -14,7 +14,7 @@ from millrace.memory.layers import layer_parameters
 from millrace.memory.shape import decoder_shape
 from millrace.planner.hardware import Gpu
 from millrace.spec import JobSpec, parse
-from millrace.spec.merging import merged
+from millrace.spec.document import merged
 from millrace.validation.names import choose
 
 OPTIONS = "trainer.backend_options"

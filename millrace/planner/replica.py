@@ -5,8 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from millrace.engines import ENGINES
-from millrace.megatron.architectures.shape import ModelShape
-from millrace.megatron.flops import active_parameters
+from millrace.megatron.architectures.shape import ModelShape, active_parameters
 from millrace.memory.layers import layer_parameters, vocabulary_parameters
 from millrace.memory.prediction import ReplicaPrediction, cache_bytes_per_token, predict_replica
 from millrace.memory.text import HEADROOM

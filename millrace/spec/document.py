@@ -1,4 +1,5 @@
-"""The text of a job spec, YAML or JSON: read at a bounded cost, with the line of every field.
+"""The text of a job spec, YAML or JSON: read at a bounded cost, with the line of every field; and new values of fields,
+put into its tree (`merged`).
 
 Numbers are those of YAML 1.2: `1e-6` is a number, and `1:30` is text instead of a number to the base of 60, which takes
 time that grows with the square of its length. What merge keys (`<<`) and aliases stand for is limited, because a few
@@ -16,8 +17,37 @@ from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from millrace.errors import InvalidJob
-from millrace.spec.merging import merged
 from millrace.validation.kinds import leaves
+
+OPTIONS = (
+    "rollout.engine_options",
+    "trainer.backend_options",
+    "trainer.reference.backend_options",
+    "trainer.critic.backend_options",
+)
+"""Mappings of names that are not the spec's own: null takes one out."""
+
+
+def merged(tree: Mapping[str, Any], changes: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """The tree with the changes in it. Fields of a group that the changes do not name stay as they are; null removes
+    one of OPTIONS. A function that takes the place of another one does not get its options. `above` is the path of
+    `tree` in the whole spec, with a dot at its end."""
+    both = dict(tree)
+    for name, value in changes.items():
+        held = both.get(name)
+        if isinstance(value, Mapping) and isinstance(held, Mapping) and not _another_function(held, value):
+            both[name] = merged(held, value, f"{above}{name}.")
+        elif value is None and above.startswith(tuple(f"{group}." for group in OPTIONS)):
+            both.pop(name, None)
+        else:
+            both[name] = value
+    return both
+
+
+def _another_function(held: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+    """Whether both choose a function by its name, with options, and not the same one."""
+    return set(held) <= {"name", "options"} and value.get("name", held.get("name")) != held.get("name")
+
 
 MOST_CHARACTERS = 1_000_000
 MOST_EVENTS = 300_000

@@ -5,8 +5,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from millrace.rewards import PoolTerm, Scope, Term, choose
-from millrace.spec.judge import Judge, JudgeTerm
 from millrace.spec.lora import Lora
+from millrace.spec.pool import Judge, JudgeTerm
 from millrace.validation import limits
 from millrace.validation.fields import StrictModel
 

@@ -11,9 +11,8 @@ from millrace.engines import ENGINES
 from millrace.errors import Mistake, wrong_value
 from millrace.spec.algorithm import Algorithm
 from millrace.spec.job import PLACEHOLDER, PLACEHOLDERS, JobSpec
-from millrace.spec.judge import Judge
 from millrace.spec.lora import Lora
-from millrace.spec.pool import ROLLOUT
+from millrace.spec.pool import ROLLOUT, Judge
 from millrace.spec.trainer import CriticRun, ReferenceRun
 from millrace.validation import limits
 from millrace.validation.names import choose

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from millrace.backends import BACKEND_NAMES, FIELD
-from millrace.spec.merging import merged
+from millrace.spec.document import merged
 from millrace.validation import limits
 from millrace.validation.fields import OneOf, StrictModel
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from millrace.admission.hosts import warnings
+from millrace.admission.advice import across_hosts
 from millrace.backends.megatron import MegatronOptions
 from millrace.descriptors import Hosts
 from millrace.megatron.topology import Topology
@@ -26,7 +26,7 @@ def job(backend: str, options: dict[str, Any]) -> JobSpec:
 
 def told(backend: str, options: dict[str, Any], ranks: int, ranks_per_host: int) -> list[tuple[str, str]]:
     """The last name of each field, and its fix."""
-    found = warnings(job(backend, options), ranks, ranks_per_host)
+    found = across_hosts(job(backend, options), ranks, ranks_per_host)
     return [(one.field.rpartition(".")[2], one.fix) for one in found]
 
 
@@ -93,7 +93,7 @@ def test_fsdp2(options: dict[str, Any], ranks: int, ranks_per_host: int, wanted:
 
 
 def test_a_warning_is_a_whole_sentence_about_a_field() -> None:
-    (warning,) = warnings(job("megatron", {"tensor_parallel": 16}), 32, 8)
+    (warning,) = across_hosts(job("megatron", {"tensor_parallel": 16}), 32, 8)
     assert str(warning) == (
         "trainer.backend_options.tensor_parallel: 16: its ranks sum activations in every layer, and lie on several"
         " hosts of 8 ranks. Fix: give 8, and pipeline_parallel 2."

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from millrace.admission.output import RUNS, with_output
+from millrace.admission.submission import RUNS, with_output
 from millrace.errors import InvalidJob
 from millrace.ids import JobId
 from millrace.spec import parse

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from millrace.client import Client
-from millrace.spec.merging import merged
+from millrace.spec.document import merged
 from recipes.catalogue import recipe
 from recipes.run import prepared
 from tests.e2e.conftest import adds_up, finished

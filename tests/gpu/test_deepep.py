@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from millrace.backends.megatron import deepep_obstacle
 from millrace.local.host import free_port
-from millrace.megatron.deepep import obstacle
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(700),
-    pytest.mark.skipif(obstacle() is not None, reason=f"needs DeepEP: {obstacle()}"),
+    pytest.mark.skipif(deepep_obstacle() is not None, reason=f"needs DeepEP: {deepep_obstacle()}"),
 ]
 ROOT = Path(__file__).parents[2]
 RANKS, TOKENS, HIDDEN, EXPERTS, CHOICES = 2, 512, 512, 8, 2

@@ -7,8 +7,7 @@ import pytest
 from millrace.backends.megatron import MegatronOptions
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import read_shape
-from millrace.megatron.architectures.shape import Rope
-from millrace.megatron.flops import active_parameters, sequence_cost
+from millrace.megatron.architectures.shape import Rope, active_parameters, sequence_cost
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import TRANSFORMER_ENGINE, tensors
 from tests.megatron import configs

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from millrace.backends.megatron import deepep_obstacle
 from millrace.cli import doctor as probes
 from millrace.cli.doctor import Verdict
-from millrace.megatron import deepep
 
 WORKS = {"__init__.py": "class Buffer: ...\n", "utils.py": "class EventHandle: ...\nclass EventOverlap: ...\n"}
 OTHER = {"__init__.py": "", "utils.py": ""}
@@ -21,9 +21,9 @@ NEEDS_ANOTHER = {"__init__.py": "import no_such_module\n"}
 def _asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
     monkeypatch.delitem(sys.modules, "deep_ep.utils", raising=False)
-    deepep.obstacle.cache_clear()
+    deepep_obstacle.cache_clear()
     yield
-    deepep.obstacle.cache_clear()
+    deepep_obstacle.cache_clear()
 
 
 def install(files: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_what_keeps_deepep_from_being_used(
     gpu(monkeypatch, capability)
     if files is not None:
         install(files, tmp_path, monkeypatch)
-    found = deepep.obstacle()
+    found = deepep_obstacle()
     assert found is None if why is None else found is not None and why in found
 
 

@@ -8,7 +8,7 @@ from millrace.planner.hardware import KINDS
 from millrace.planner.plan import Cluster, Plan, make_plan
 from millrace.planner.workload import workload
 from millrace.spec import JobSpec, load, parse
-from millrace.spec.merging import merged
+from millrace.spec.document import merged
 
 PRESETS = Path(__file__).parents[2] / "presets"
 

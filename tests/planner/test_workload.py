@@ -30,7 +30,7 @@ def test_the_lengths_are_those_of_drawing_an_end_at_every_token() -> None:
 
 def test_the_flops_are_those_of_every_sequence() -> None:
     from millrace.bench.shapes import shape_of
-    from millrace.megatron.flops import sequence_cost
+    from millrace.megatron.architectures.shape import sequence_cost
 
     made, cost = work(1000.0), sequence_cost(shape_of("qwen3-8b"))
     each = [cost.of(round(made.mean_prompt + length)) for length in made.responses]

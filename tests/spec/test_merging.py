@@ -1,5 +1,4 @@
-from millrace.spec.document import Document
-from millrace.spec.merging import merged
+from millrace.spec.document import Document, merged
 from millrace.validation.kinds import leaves
 
 

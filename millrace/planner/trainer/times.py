@@ -3,8 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from millrace.megatron.architectures.shape import ModelShape
-from millrace.megatron.flops import sequence_cost
+from millrace.megatron.architectures.shape import ModelShape, sequence_cost
 from millrace.memory.adapters import active_adapter_parameters, adapter_parameters
 from millrace.memory.layers import (
     kept_elements,

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from millrace.equal_rewards import equal
+from millrace.drops import equal
 from millrace.rl.formulas.groups import Groups, on_tokens
 from millrace.rl.registry.options import NonNegative
 

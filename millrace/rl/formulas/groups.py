@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millrace.equal_rewards import equal
+from millrace.drops import equal
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from millrace.admission import submission
-from millrace.admission.output import left_checkpoints, with_output
+from millrace.admission.submission import left_checkpoints, with_output
 from millrace.errors import InvalidJob, InvalidState, Mistake, wrong_value
 from millrace.events import JobWaiting
 from millrace.ids import JobId, new_job_id
 from millrace.rest import JobState, WaitingFor
 from millrace.spec import JobSpec, parse
-from millrace.spec.merging import merged
+from millrace.spec.document import merged
 from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 
-from millrace.equal_rewards import all_equal
+from millrace.drops import all_equal
 from millrace.ids import Version, pass_of
 from millrace.rest import StepMetrics
 from millrace.spec.job import JobSpec

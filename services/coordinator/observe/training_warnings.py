@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace.admission.choices import compares_within_groups
-from millrace.equal_rewards import TOLERANCE, equal
+from millrace.drops import TOLERANCE, equal
 from millrace.events import TrainingWarning
 from millrace.rest import WarningCause
 from millrace.spec.job import JobSpec

@@ -5,8 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from millrace import events
-from millrace.drops import DropReason
-from millrace.equal_rewards import without_signal
+from millrace.drops import DropReason, without_signal
 from millrace.errors import InvalidState
 from millrace.ids import PromptId
 from millrace.telemetry.spans.kinds import SpanKind

@@ -17,7 +17,7 @@ import httpx
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 
-from millrace.spec.judge import Judge
+from millrace.spec.pool import Judge
 from services.rollout.judges.places import JudgePlace
 
 log = structlog.get_logger(__name__)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Protocol
 
-from millrace.spec.judge import Judge
+from millrace.spec.pool import Judge
 from millrace.wire.channel import token
 from millrace.wire.reach import may_take_proxy
 from services.rollout.pools.client import PoolClient, PoolMembers

@@ -10,7 +10,7 @@ from millrace.contracts.v1 import fleet_pb2
 from millrace.data.row import PromptRow
 from millrace.errors import InvalidJob
 from millrace.rewards import judge_template as template
-from millrace.spec.judge import Judge, JudgeTerm
+from millrace.spec.pool import Judge, JudgeTerm
 from services.rollout.judges.client import JudgeClient, JudgeDown, JudgeRefused
 from services.rollout.judges.places import place_of
 from services.rollout.judges.reply import NoScore, scaled, scores_by_pattern, scores_in_json

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import structlog
 
 from millrace import hub
-from millrace.admission import choices, hosts
-from millrace.admission.advice import advice
+from millrace.admission import choices
+from millrace.admission.advice import across_hosts, advice
 from millrace.contracts.methods import TrainerRpc
 from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.data.shared_copies import SharedCopy, in_shared_memory
@@ -94,7 +94,7 @@ class Worker:
                 self._load_checkpoint(job, request.checkpoint)
         self._job = job
         log.info("configured", job=job.id, version=job.version, rank=self._world.rank, parameters=backend.parameters)
-        across = hosts.warnings(spec, self._world.size, self._world.ranks_per_host)
+        across = across_hosts(spec, self._world.size, self._world.ranks_per_host)
         warnings = [str(one) for one in (*across, *advice(spec))]
         for warning in warnings if self._world.rank == 0 else ():
             log.warning(warning)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from millrace.fsdp2.logits import MORE_LAYERS
+from millrace.fsdp2.architectures import MORE_LAYERS
 from services.trainer.backends.head import LogitChange, VocabularyPart, WantedTokens, scores
 
 CHUNK_BYTES = 64 << 20

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from millrace.backends.megatron import MegatronOptions, parse
 from millrace.errors import InvalidJob
-from millrace.megatron.architectures.shape import ModelShape
-from millrace.megatron.flops import sequence_cost
+from millrace.megatron.architectures.shape import ModelShape, sequence_cost
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import Layout, layout
 from millrace.memory.ledger import Part

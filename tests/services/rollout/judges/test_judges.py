@@ -13,7 +13,7 @@ import pytest
 from millrace.data.row import PromptRow
 from millrace.errors import InvalidJob
 from millrace.rewards import Scope
-from millrace.spec.judge import Judge, JudgeTerm
+from millrace.spec.pool import Judge, JudgeTerm
 from services.rollout.judges import client
 from services.rollout.judges.scorer import JudgeScorer
 from services.rollout.scoring.scored import Answer, Scored

@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from millrace.backends.megatron import MegatronOptions, Recompute
+from millrace.backends.megatron import MegatronOptions, Recompute, deepep_obstacle
 from millrace.descriptors import Hosts
 from millrace.errors import refused
 from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, ModelShape
-from millrace.megatron.deepep import obstacle as deepep_obstacle
 
 
 def configuration(

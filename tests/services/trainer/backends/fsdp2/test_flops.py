@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from millrace.megatron import flops as megatron
 from millrace.megatron.architectures import read_shape
+from millrace.megatron.architectures import shape as megatron
 from millrace.sequence_cost import SequenceCost
 from services.trainer.backends.fsdp2 import attention, flops
 from services.trainer.backends.fsdp2.computable import check_computable
