@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from benchmarks.chaos.job import LEASE_S, PROMPTS_PER_STEP, REFUSED, ROWS, SEED
 from benchmarks.chaos.observation import Observation
-from millrace.data.order import Order
+from millrace.data.prompt_source import Order
 from millrace.drops import DropReason
 from millrace.ids import row_of, training_prompt
 

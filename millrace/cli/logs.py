@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from millrace.cli import completion
-from millrace.cli.names import not_found
+from millrace.cli.names import complete_services, not_found
 from millrace.errors import InvalidRequest, NotFound
 from millrace.local.service_log import GrowingFile, readable, sender, start_of_last_lines
 from millrace.terminal.output import Url, connect
@@ -29,7 +28,7 @@ def logs(
         typer.Argument(
             metavar="[SERVICE|MEMBER]",
             help="coordinator, trainer, rollout-0, …; without it, all of them. Or the id of a member on any host.",
-            autocompletion=completion.services,
+            autocompletion=complete_services,
         ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow/--no-follow", "-f/ ", help="Wait for new lines.")] = False,

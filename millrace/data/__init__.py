@@ -8,8 +8,7 @@ turns a row into tokens, `model_folder` checks the files of a model, `write` wri
 from millrace.data.columns.layout import Reading
 from millrace.data.columns.messages import Message
 from millrace.data.open_source import open_section, open_source
-from millrace.data.order import Order
-from millrace.data.prompt_source import PromptSource
+from millrace.data.prompt_source import Order, PromptSource
 from millrace.data.row import PromptRow
 
 __all__ = ["Message", "Order", "PromptRow", "PromptSource", "Reading", "open_section", "open_source"]

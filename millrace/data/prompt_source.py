@@ -1,11 +1,62 @@
-"""What prompts come from: rows by number, and an order for every pass."""
+"""What prompts come from: rows by number, and an order for every pass.
 
+The order of a pass is a permutation that depends only on the seed, the pass and the number of rows. It is the same on
+every machine and with every release of Python and numpy, because rows are sorted by a hash of their number (splitmix64
+keyed by seed and pass). A job that is resumed on another machine has the same order.
+"""
+
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import overload
 
-from millrace.data.order import Order
+import numpy as np
+from numpy.typing import NDArray
+
 from millrace.data.row import PromptRow
 from millrace.errors import BadRow
+
+
+class Order(Sequence[int]):
+    """The row numbers 0 .. length - 1 in the order of one pass, computed at the first access."""
+
+    def __init__(self, length: int, pass_number: int, seed: int, shuffle: bool) -> None:
+        self._length = length
+        self._key = f"{seed}/{pass_number}"
+        self._shuffle = shuffle
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[int]: ...
+    def __getitem__(self, place: int | slice) -> int | list[int]:
+        if isinstance(place, slice):
+            return [int(row) for row in self._rows[place]]
+        return int(self._rows[place])
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(row) for row in self._rows)
+
+    @cached_property
+    def _rows(self) -> range | NDArray[np.unsignedinteger]:
+        if not self._shuffle:
+            return range(self._length)
+        key = int.from_bytes(hashlib.blake2b(self._key.encode(), digest_size=8).digest(), "little")
+        order = np.argsort(_splitmix64(key, self._length), kind="stable")
+        return order.astype(np.uint32 if self._length <= 2**32 else np.uint64)
+
+
+def _splitmix64(key: int, count: int) -> NDArray[np.uint64]:
+    """The first `count` outputs of the generator splitmix64 (Steele, Lea and Flood, 2014), started at `key`."""
+    with np.errstate(over="ignore"):
+        z = np.uint64(key) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
 
 
 class PromptSource(ABC):

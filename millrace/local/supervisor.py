@@ -18,10 +18,9 @@ from millrace.errors import InvalidState, MillraceError, Unavailable
 from millrace.local import child_processes
 from millrace.local.host import check_free
 from millrace.local.launcher import STANDBY
-from millrace.local.lives import joined
+from millrace.local.lives import Restarts, joined
 from millrace.local.options import Service, StackOptions
 from millrace.local.private import new_private_folder
-from millrace.local.restarts import Restarts
 from millrace.local.service_log import ServiceLog, say
 from millrace.rest import MemberState
 from millrace.wire import last_words

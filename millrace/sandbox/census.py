@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from millrace.sandbox import tree
-from millrace.sandbox.verdict import Limit
+from millrace.sandbox.messages import Limit
 
 FIRST = 1
 """The pid of the first process of a PID namespace."""

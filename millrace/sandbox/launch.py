@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from millrace.sandbox import census, first, privileges, syscalls
 from millrace.sandbox.boundaries import Boundary, Missing
-from millrace.sandbox.verdict import Verdict
+from millrace.sandbox.messages import Verdict
 
 LONGEST_OUTPUT = 16 << 20
 """Bytes that the code may print in its life. Further ones are left out: a log has no other bound."""

@@ -1,5 +1,8 @@
-"""Messages over a pipe between a process and its sandbox: JSON after its length, read without a buffer, so that several
-processes may read one after the other from the same pipe."""
+"""What a process and its sandbox tell each other: messages over a pipe, and how the sandbox ended (`Verdict`).
+
+A message is JSON after its length, read without a buffer, so that several processes may read one after the other from
+the same pipe.
+"""
 
 import json
 import os
@@ -7,7 +10,42 @@ import select
 import struct
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
+
+
+class Limit(StrEnum):
+    """A limit of all processes of a sandbox together."""
+
+    MEMORY = "memory"
+    PROCESSES = "processes"
+    TIME = "time"
+    """Seconds since its start, or of a processor."""
+    OUTPUT = "output"
+    """Bytes that it prints."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One of the three is set."""
+
+    status: int | None = None
+    """The code ended with this exit status."""
+    signal: int | None = None
+    """This signal ended the code."""
+    limit: Limit | None = None
+    """The sandbox was ended because it passed this limit."""
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, told: bytes) -> "Verdict":
+        fields = json.loads(told)
+        limit = fields.pop("limit")
+        return cls(**fields, limit=None if limit is None else Limit(limit))
+
 
 _LENGTH = struct.Struct(">I")
 LONGEST = 256 << 20

@@ -19,8 +19,7 @@ from functools import cache
 from typing import Any, Self
 
 from millrace.sandbox.boundaries import Boundary, Missing, listed
-from millrace.sandbox.messages import receive, send
-from millrace.sandbox.verdict import Limit, Verdict
+from millrace.sandbox.messages import Limit, Verdict, receive, send
 
 START_S = 60.0
 """Seconds in which a sandbox is made."""

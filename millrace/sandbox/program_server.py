@@ -20,9 +20,8 @@ from typing import Any, NoReturn
 
 from millrace.sandbox import census, first, launch, privileges, syscalls, tree
 from millrace.sandbox.boundaries import Boundary, Missing
-from millrace.sandbox.messages import receive, send
+from millrace.sandbox.messages import Limit, Verdict, receive, send
 from millrace.sandbox.program import Room
-from millrace.sandbox.verdict import Limit, Verdict
 from millrace.sandbox.view import interpreter
 
 READ = 1 << 16

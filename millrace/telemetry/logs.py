@@ -2,21 +2,69 @@
 
 `MILLRACE_LOG=json` or `MILLRACE_LOG=console` chooses the style regardless of the terminal; `MILLRACE_LOG_LEVEL` is INFO
 by default. Standard logging (uvicorn, grpc, redis) has the same handler, so all lines of a process have one format.
+Failures of standard output and error end nobody: a full disk costs lines, and nothing else.
 """
 
 import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from typing import TextIO
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO, cast
 
 import structlog
 from structlog.typing import EventDict, Processor
 
 from millrace.errors import MillraceError
 from millrace.telemetry.log_tail import TAIL
-from millrace.telemetry.lossy_stream import take_over_standard_streams
+
+
+class LossyStream:
+    """A text stream that counts what it cannot write. The first write that succeeds again is followed by a warning with
+    the number of writes that were lost."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.lost = 0
+        """Writes since the last one that succeeded."""
+        self._why = ""
+
+    def write(self, text: str) -> int:
+        """Writes, as far as that is possible. What has no end of a line yet is kept, so that lines stay whole."""
+        if self._done(lambda: self.stream.write(text)) and "\n" in text:
+            self.flush()
+        return len(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        """Writes each."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Writes what was kept, as far as that is possible."""
+        if self._done(self.stream.flush) and (lost := self.lost):
+            self.lost = 0  # first: the warning comes here too
+            logging.getLogger(__name__).warning("%d writes to the log were lost: %s", lost, self._why)
+
+    def _done(self, work: Callable[[], object]) -> bool:
+        try:
+            work()
+        except OSError as error:
+            self.lost, self._why = self.lost + 1, error.strerror or str(error)
+            return False
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def take_over_standard_streams() -> None:
+    """From now on what this process prints cannot make it fail, whoever prints: a library's progress bar too."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, LossyStream):
+            setattr(sys, name, cast(TextIO, LossyStream(stream)))
+
 
 QUIET_LIBRARIES = ("asyncio", "grpc", "httpcore", "httpx", "hpack")
 """Libraries whose INFO lines say nothing about a job."""

@@ -19,7 +19,7 @@ import typer
 from millrace.errors import MillraceError
 from millrace.local.host import free_port
 from millrace.local.launcher import FORKING, Launcher, fork_from, stand_by
-from millrace.local.restarts import Restarts
+from millrace.local.lives import Restarts
 from millrace.service_process import VersionOption
 from millrace.telemetry import logs
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsPortOption

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.data import Order
-from millrace.data.order import _splitmix64
+from millrace.data.prompt_source import _splitmix64
 
 
 def slow_order(length: int, pass_number: int, seed: int) -> list[int]:

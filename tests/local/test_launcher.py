@@ -13,7 +13,7 @@ import os, signal, sys, time
 from functools import partial
 from pathlib import Path
 from millrace.local.launcher import FORKING, Launcher
-from millrace.local.restarts import Restarts
+from millrace.local.lives import Restarts
 from millrace.wire.membership import LIFE_FILE, _show_life
 
 def member(folder):

@@ -1,4 +1,4 @@
-from millrace.local.restarts import Restarts
+from millrace.local.lives import Restarts
 
 
 def test_waits_grow_up_to_a_bound_and_then_it_gives_up() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.telemetry.lossy_stream import LossyStream
+from millrace.telemetry.logs import LossyStream
 
 PROGRAM = """
 import logging, structlog
@@ -70,7 +70,7 @@ def test_what_a_library_does_to_the_root_logger_is_undone() -> None:
 FULL = """
 import sys
 from millrace.telemetry import logs
-from millrace.telemetry.lossy_stream import LossyStream
+from millrace.telemetry.logs import LossyStream
 sys.stderr = sys.stdout = open(sys.argv[1], "w")
 logs.configure("rollout")
 import logging

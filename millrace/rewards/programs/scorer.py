@@ -9,8 +9,8 @@ from millrace.errors import Unavailable
 from millrace.rewards.programs import limits
 from millrace.rewards.programs.cases import Case, cases_of
 from millrace.sandbox import program
+from millrace.sandbox.messages import Limit
 from millrace.sandbox.program import Ended, ProgramSandbox, Room
-from millrace.sandbox.verdict import Limit
 
 BLOCK = re.compile(r"```([\w+#.-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("", "py", "python", "python3")

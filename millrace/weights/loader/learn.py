@@ -19,11 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from millrace.errors import PublicationFailed
 from millrace.weights.loader.misfits import loader_refused, parameters_unwritten
 from millrace.weights.loader.patches import Concatenations, pools_run_inline
-from millrace.weights.plans.coverage import covered_elements
 from millrace.weights.plans.layout import Layout, Place, row_major_strides
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
-from millrace.weights.plans.views import Strided, split_merged_dims, viewed_box
+from millrace.weights.plans.views import Strided, covered_elements, split_merged_dims, viewed_box
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 COPY = torch.ops.aten.copy_.default

@@ -19,8 +19,8 @@ from millrace.errors import InvalidJob, refused
 from millrace.rewards.locate import Target
 from millrace.sandbox.boundaries import Boundary, Missing, listed
 from millrace.sandbox.launch import verdict
+from millrace.sandbox.messages import Limit, Verdict
 from millrace.sandbox.privileges import PROCESSES
-from millrace.sandbox.verdict import Limit, Verdict
 
 LONGEST_LINE = 1 << 20
 """Bytes of an answer."""

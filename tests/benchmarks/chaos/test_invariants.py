@@ -10,7 +10,7 @@ import pytest
 from benchmarks.chaos.invariants import ALWAYS, ENDED, QUIET, Terms, violations
 from benchmarks.chaos.job import PROMPTS_PER_STEP, REFUSED, ROWS, SEED
 from benchmarks.chaos.observation import Observation
-from millrace.data.order import Order
+from millrace.data.prompt_source import Order
 from services.coordinator.state.ledger import Counts
 
 STEPS = 14

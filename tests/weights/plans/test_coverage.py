@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 
-from millrace.weights.plans.coverage import covered_elements
+from millrace.weights.plans.views import covered_elements
 
 
 def slow(views):

@@ -9,9 +9,8 @@ import torch
 
 from millrace.errors import PublicationFailed
 from millrace.weights.loader.misfits import loader_refused, parameters_unwritten
-from millrace.weights.plans.coverage import covered_elements
 from millrace.weights.plans.manifest import Content
-from millrace.weights.plans.views import Strided
+from millrace.weights.plans.views import Strided, covered_elements
 from millrace.weights.transfer.channels.gloo import GlooChannel
 from millrace.weights.transfer.checksum import checksum
 from services.rollout.weights.in_worker.loader_copies import LoaderCopies, record_copies
