@@ -1,5 +1,5 @@
-"""Members in Redis: where each is reached, and the deaths that are charged to a job, those of replicas by place, and
-of the trainer by step."""
+"""The fleet in Redis: members with their weights, the epoch, and the deaths that are charged to a job: those of
+replicas by place, and of the trainer by step."""
 
 import json
 from collections.abc import Mapping

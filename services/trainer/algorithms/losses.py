@@ -30,7 +30,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns this micro-batch's contribution to the loss, a scalar to minimise, and to its metrics, detached.
 
-    Contributions of all micro-batches and ranks combine with `metrics.combining.combined`.
+    Contributions of all micro-batches and ranks combine with `combining.combined`.
 
     logprobs_bt: float [B, T]; log-probability of each token under the policy being trained, with gradient.
     old_logprobs_bt: [B, T]; the same under the policy at the start of the step (the proximal policy). It gets no

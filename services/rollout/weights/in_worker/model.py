@@ -14,7 +14,11 @@ from millrace.weights.plans.manifest import Content, Manifest
 
 def without_adapters(module: Any, wrapper: type[Any]) -> Any:
     """`module` with every layer of type `wrapper` replaced by the `base_layer` in it. Modules that hold such a layer
-    are copied; parameters and all other modules are those of `module` itself."""
+    are copied; parameters and all other modules are those of `module` itself.
+
+    Loaders of models know the names of the parameters without the wrappers: `qkv_proj.weight`, and not
+    `qkv_proj.base_layer.weight`. The engine's own module must not be changed for a loader that runs during generation.
+    """
     if isinstance(module, wrapper):
         return without_adapters(module._modules["base_layer"], wrapper)
     inner = {name: without_adapters(child, wrapper) for name, child in module._modules.items() if child is not None}

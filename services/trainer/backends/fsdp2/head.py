@@ -2,7 +2,7 @@
 
 Most causal language models end in one linear layer, and some scale or cap what it gives. For those the token scores are
 computed from the hidden states, a chunk of tokens at a time (`services.trainer.backends.head`). Any other model is
-scored from its logits (`logits`).
+scored from its logits, without a float32 copy of all of them (`token_scores`).
 """
 
 from typing import Any
