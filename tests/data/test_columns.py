@@ -162,7 +162,7 @@ def zstd(content: bytes) -> bytes:
         ("a.json", json.dumps(ROWS, indent=1, ensure_ascii=False).encode()),
         ("a.json", b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
         ("a.json", LINES),
-        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode(), mtime=0)),
         ("a.jsonl.zst", zstd(LINES)),
         ("a.json.zst", zstd(json.dumps(ROWS).encode())),
     ],
