@@ -12,7 +12,7 @@ from millrace.service_process import VersionOption, collect_rarely
 from millrace.telemetry import logs
 from millrace.telemetry.spans import export
 from millrace.wire.address import InsecureOption, require_token
-from services.coordinator.fleet.fleet import Patience
+from services.coordinator.state.member import Patience
 
 if TYPE_CHECKING:
     from services.coordinator.process import Settings

@@ -16,7 +16,7 @@ from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
 from millrace.wire.address import host_address
 from millrace.wire.http_server import GRACE_S, HttpServer, listening
 from millrace.wire.server import LARGEST_GROUP_BYTES, Server
-from services.coordinator.fleet.fleet import Fleet, Patience
+from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.expiry import expire_jobs
@@ -31,6 +31,7 @@ from services.coordinator.rest.app import application
 from services.coordinator.servicers import FleetServicer, WorkServicer, servicers
 from services.coordinator.stages.run import Components
 from services.coordinator.state.bell import Bell
+from services.coordinator.state.member import Patience
 from services.coordinator.state.waiting import CurrentJob
 from services.coordinator.store import Store
 from services.coordinator.work.deaths import DeathWatch

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 
@@ -16,29 +16,8 @@ from millrace.spec.pool import ROLLOUT
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.deadlines import DEADLINES_S
 from services.coordinator.state.bell import Bell, waited
-from services.coordinator.state.member import KINDS, Configured, Member, Pulse, Unconfigured, Weights
+from services.coordinator.state.member import KINDS, Configured, Member, Patience, Pulse, Unconfigured, Weights
 from services.coordinator.store import Store, StoreDown
-
-HEARTBEATS_PER_S = 100.0
-"""All members together send at most so many, as far as LONGEST_HEARTBEAT_S allows. Each takes about 0.4 ms of the
-coordinator's processor time."""
-LONGEST_HEARTBEAT_S = 10.0
-MISSED = 2.0
-"""A member is given so many longer intervals of silence in addition."""
-
-
-@dataclass(frozen=True)
-class Patience:
-    """The intervals of a fleet."""
-
-    heartbeat_s: float = 1.0
-    lost_after_s: float = 5.0
-
-    def of_fleet(self, members: int) -> "Patience":
-        """The intervals for a fleet of so many members; these are for a small one."""
-        heartbeat_s = max(self.heartbeat_s, min(members / HEARTBEATS_PER_S, LONGEST_HEARTBEAT_S))
-        return Patience(heartbeat_s, self.lost_after_s + MISSED * (heartbeat_s - self.heartbeat_s))
-
 
 log = structlog.get_logger(__name__)
 PROBE_S = 1.0

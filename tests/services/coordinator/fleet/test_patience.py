@@ -10,8 +10,8 @@ from millrace.contracts.v1 import fleet_pb2
 from millrace.ids import MemberId
 from millrace.wire.channel import PROTOCOL_VERSION
 from services.coordinator.fleet import fleet as fleet_module
-from services.coordinator.fleet.fleet import HEARTBEATS_PER_S, LONGEST_HEARTBEAT_S, PROBES_AT_ONCE, Fleet, Patience
-from services.coordinator.state.member import Pulse
+from services.coordinator.fleet.fleet import PROBES_AT_ONCE, Fleet
+from services.coordinator.state.member import HEARTBEATS_PER_S, LONGEST_HEARTBEAT_S, Patience, Pulse
 from services.coordinator.store import Store
 from tests.services.coordinator.redis import with_store
 

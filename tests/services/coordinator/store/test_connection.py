@@ -9,11 +9,12 @@ from redis.exceptions import ResponseError
 
 from millrace.contracts.v1 import work_pb2
 from services.coordinator.__main__ import _loop_factory
-from services.coordinator.fleet.fleet import Fleet, Patience
+from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.servicers import WorkServicer
+from services.coordinator.state.member import Patience
 from services.coordinator.store import Store, StoreDown, connection
 from services.coordinator.store.connection import Connection
 from services.coordinator.work.queue import Queue

@@ -17,12 +17,12 @@ from millrace.errors import Fenced, NotFound
 from millrace.ids import JobId, MemberId, Purpose, Version
 from millrace.spec import parse
 from millrace.wire.channel import PROTOCOL_VERSION
-from services.coordinator.fleet.fleet import Fleet, Patience
+from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.stages.issue import training_sampling
 from services.coordinator.state.lease import LeaseRef
-from services.coordinator.state.member import Configured, Member, Weights
+from services.coordinator.state.member import Configured, Member, Patience, Weights
 from services.coordinator.store import Store, connection, prompts
 from services.coordinator.work import queue
 from services.coordinator.work.queue import LeaseTerms, Queue, RunningJob
