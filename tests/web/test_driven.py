@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -220,10 +221,10 @@ def test_printing_draws_every_open_chart(page: Any, trained: list[str]) -> None:
         "window.print = () => { window.printed = document.querySelectorAll('details[open] .chart.waiting').length }"
     )
     page.get_by_role("button", name="print").click()
-    for _ in range(200):  # wait_for_function needs eval, which the page's policy refuses
+    for _ in range(60):  # wait_for_function needs eval, which the page's policy refuses
+        time.sleep(0.5)
         if page.evaluate("window.printed") is not None:
             break
-        page.wait_for_timeout(100)
     assert page.evaluate("window.printed") == 0
 
 

@@ -106,9 +106,11 @@ export function useInView<T extends Element>(): [{ current: T | null }, boolean]
   const element = useRef<T>(null);
   const [seen, set] = useState(false);
   useEffect(() => {
-    const watch = new IntersectionObserver(found => set(found[found.length - 1].isIntersecting), { rootMargin: "200px" });
+    let inView = false, all = false;
+    const tell = () => set(inView || all);
+    const watch = new IntersectionObserver(found => { inView = found[found.length - 1].isIntersecting; tell(); }, { rootMargin: "200px" });
     watch.observe(element.current!);
-    const forget = onShowAll(() => set(true));
+    const forget = onShowAll(shown => { all = shown; tell(); });
     return () => { watch.disconnect(); forget(); };
   }, []);
   return [element, seen];

@@ -58,22 +58,28 @@ probe.hidden = true;
 document.documentElement.append(probe);
 /* Asks every chart of the view to be drawn, waits until all are, and prints in light colours. */
 const SHOW_ALL = "show-all", LONGEST_MS = 15_000;
-export const onShowAll = (call: () => void): (() => void) => {
-  addEventListener(SHOW_ALL, call);
-  return () => removeEventListener(SHOW_ALL, call);
+let shownAll = false;
+/* Calls `call` with true before the page is printed, at once if that is so already, and with false after it. */
+export const onShowAll = (call: (shown: boolean) => void): (() => void) => {
+  const listen = () => call(shownAll);
+  if (shownAll) listen();
+  addEventListener(SHOW_ALL, listen);
+  return () => removeEventListener(SHOW_ALL, listen);
 };
+const showAll = (shown: boolean) => { shownAll = shown; dispatchEvent(new Event(SHOW_ALL)); };
 export async function printAll(): Promise<void> {
   const before = document.documentElement.dataset.theme;
-  dispatchEvent(new CustomEvent(SHOW_ALL));
+  showAll(true);
   for (let waited = 0; waited < LONGEST_MS; waited += 100) {
     await new Promise(done => setTimeout(done, 100));
-    if (![...document.querySelectorAll<HTMLElement>(".chart.waiting")].some(each => each.offsetParent !== null)) break;
+    if (![...document.querySelectorAll<HTMLElement>(".chart.waiting")].some(each => each.checkVisibility())) break;
   }
   document.documentElement.dataset.theme = "light";
   repaint();
   print();
   document.documentElement.dataset.theme = before;
   repaint();
+  showAll(false);
 }
 
 /* A colour of the style sheet, `--name`, as the canvas takes it. */
