@@ -235,10 +235,10 @@ def test_a_taken_port_is_told_with_the_option(tmp_path: Path) -> None:
 def test_a_service_that_keeps_dying_ends_the_stack_with_its_last_words(tmp_path: Path) -> None:
     program = (
         "import sys\n"
-        "from millrace.local import restarts, supervisor\n"
+        "from millrace.local import lives, supervisor\n"
         "from millrace.local.options import Service, StackOptions\n"
         "state, http, grpc = sys.argv[1:]\n"
-        "supervisor.Restarts = lambda: restarts.Restarts(limit=2, first_wait_s=0.1)\n"
+        "supervisor.Restarts = lambda: lives.Restarts(limit=2, first_wait_s=0.1)\n"
         "options = StackOptions(state, http_port=int(http), grpc_port=int(grpc))\n"
         "coordinator = (sys.executable, '-m', 'services.coordinator', '--http-port', http, '--grpc-port', grpc,\n"
         "               '--state-dir', state + '/coordinator')\n"
