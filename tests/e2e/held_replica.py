@@ -41,9 +41,13 @@ def once(what: str) -> bool:
     return asked
 
 
+METHODS = {"prepare": "agree_on_plan", "verify": "verify", "commit": "commit"}
+"""The receiver's method of each phase that can be held."""
+
+
 def holding(phase: str) -> Callable[..., Any]:
     """The receiver's method, once the gate is open."""
-    method = getattr(PublicationReceiver, phase)
+    method = getattr(PublicationReceiver, METHODS[phase])
 
     async def waits(self: PublicationReceiver, *arguments: Any) -> Any:
         while held(phase):  # noqa: ASYNC110 - the test is another process
@@ -95,8 +99,8 @@ class HeldSending(SendPipeline):
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    for phase in ("prepare", "verify", "commit"):
-        setattr(PublicationReceiver, phase, holding(phase))
+    for phase, name in METHODS.items():
+        setattr(PublicationReceiver, name, holding(phase))
     sharded.ReceivePipeline, receiver.SendPipeline = HeldReceiving, HeldSending  # type: ignore[misc]
 
 if __name__ == "__main__":

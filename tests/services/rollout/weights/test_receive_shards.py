@@ -246,7 +246,7 @@ def test_one_that_is_called_off_while_it_is_prepared_leaves_nothing_behind(
     async def scenario(stack: Stack) -> None:
         new, engine = await coming(stack, 2), stack.replica.engine
         assert engine is not None
-        prepare, entered, gate = engine.prepare, asyncio.Event(), asyncio.Event()
+        prepare, entered, gate = engine.prepare_receive, asyncio.Event(), asyncio.Event()
 
         async def slowly(request: Any) -> None:
             await prepare(request)
@@ -254,7 +254,7 @@ def test_one_that_is_called_off_while_it_is_prepared_leaves_nothing_behind(
             await gate.wait()
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "prepare", slowly)
+            patch.setattr(engine, "prepare_receive", slowly)
             preparing = asyncio.create_task(new.prepare())
             await entered.wait()
             receiver = stack.replica.receiver(JOB)
