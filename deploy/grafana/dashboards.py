@@ -90,6 +90,11 @@ A_JOB = Dashboard(
                 "held-out": f"millrace_job_evaluation_reward{{{JOB}}}",
             },
         ),
+        Panel(
+            "Held-out prompts with a score",
+            "percentunit",
+            {"of the last evaluation": f"millrace_job_evaluation_coverage{{{JOB}}}"},
+        ),
         Panel("Steps", "short", {"step": f"millrace_job_step{{{JOB}}}", "version": f"millrace_job_version{{{JOB}}}"}),
         Panel(
             "A step, mean",

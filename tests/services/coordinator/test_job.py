@@ -299,6 +299,10 @@ async def test_a_job_whose_groups_all_fail_says_why(cluster: Cluster, spec: dict
     await cluster.trainer(), await cluster.replica(reward=lambda *_: None)
     job = await cluster.ended(await cluster.submit(spec))
     assert job.state is JobState.FAILED
+    assert "(100%), more than reward.max_failed_fraction: 0.5. The last one: raised ValueError: no" in str(job.failure)
+    spec["reward"]["max_failed_fraction"] = 1.0
+    job = await cluster.ended(await cluster.submit(named(spec, "any share")))
+    assert job.state is JobState.FAILED
     assert "produced no usable samples; the last one: reward_failed: raised ValueError: no" in str(job.failure)
     ledger = await cluster.ledger(job.id)
     assert ledger.issued == ledger.dropped
@@ -390,7 +394,7 @@ async def test_a_bad_row_costs_itself(cluster: Cluster, spec: dict[str, Any]) ->
     ledger = await cluster.ledger(job.id)
     assert ledger.trained == 48 and 0 < ledger.reasons[DropReason.BAD_ROW] <= 3
     dropped = await cluster.events(job.id, "prompt.dropped")
-    assert "train.jsonl" in dropped[0].message and "column reward_model.ground_truth" in dropped[0].message
+    assert "train.jsonl line " in dropped[0].message and "column prompt: 5: " in dropped[0].message
 
 
 @scenario

@@ -356,7 +356,7 @@ def test_checkpoints_are_not_replaced_by_another_job(http: httpx.Client, spec: d
     saved.mkdir(parents=True)
     told = problem(http.post("/v1/jobs", json=spec), 422)
     assert f"{saved.parent} holds checkpoints of an earlier job" in told["detail"]
-    assert told["fix"] == "give another folder, or remove them."
+    assert told["fix"] == "give another folder ({id} in its path makes one for each job), or remove them."
 
     saved.rmdir()
     job_id = http.post("/v1/jobs", json=spec, headers=headers).json()["id"]
@@ -410,7 +410,7 @@ def test_health_docs_and_page(http: httpx.Client) -> None:
     document = http.get("/openapi.json")
     assert "$defs" not in document.text and "prompts_per_step" in document.text
     paths = document.json()["paths"]
-    assert set(paths["/v1/jobs/{job_id}"]) == {"get", "delete"}
+    assert set(paths["/v1/jobs/{job_id}"]) == {"get", "delete", "patch"}
     for path, verbs in paths.items():
         for verb, operation in verbs.items():
             assert operation.get("description") or operation.get("summary"), (verb, path)

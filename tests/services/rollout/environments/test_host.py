@@ -18,7 +18,7 @@ from tests.environments.asking import ask
 ROW = {"index": 0, "data_source": "d", "prompt": "hi", "ground_truth": "37", "extra_info": {}}
 
 
-GUESS = Path(__file__).parents[2] / "examples/environments/guess.py"
+GUESS = Path(__file__).parents[4] / "examples/environments/guess.py"
 
 
 def test_the_example_is_played_from_its_first_message_to_its_score() -> None:
