@@ -45,6 +45,10 @@ def install() -> None:
     time."""
     if torch.cuda.is_available():
         return
+    # The first use of a device context notes which functions create tensors. It has to note torch's own, which the
+    # replacements call: if it notes the replacements, nothing is created on the meta device any more.
+    with torch.device("meta"):
+        torch.empty(0)
     cuda: Any = torch.cuda
     cuda.current_device = lambda: HOST
     cuda.synchronize = cuda.empty_cache = lambda *args: None
