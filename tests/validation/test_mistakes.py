@@ -92,7 +92,7 @@ def test_an_error_of_a_kind_that_nobody_thought_of_is_not_told_in_pydantic_s_wor
 def test_one_error_holds_all_mistakes() -> None:
     with pytest.raises(InvalidJob) as error:
         parse({"name": "x", "model": {}, "data": {"files": ["a"]}, "rollout": {"top_p": 2}})
-    assert [mistake.field for mistake in error.value.mistakes] == ["output", "model.path", "rollout.top_p"]
+    assert [mistake.field for mistake in error.value.mistakes] == ["model.path", "rollout.top_p"]
     lone = InvalidJob("something is wrong.", "change it.")
     assert str(lone) == str(lone.mistakes[0]) == "something is wrong. Fix: change it."
 

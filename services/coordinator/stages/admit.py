@@ -113,6 +113,7 @@ async def _check(run: Run, gathered: Gathered) -> None:
         raise InvalidState(what, "raise schedule.max_staleness, or lower schedule.prompts_per_step.")
     refusals = await run.prompts.refusals()
     if refusals.in_a_row >= max(REFUSALS_IN_A_ROW, 2 * per_step):
+        await _check_failures(run)  # more may have failed since the last look, and their share is the better reason
         what = f"{refusals.in_a_row} prompts in a row produced no usable samples; the last one: {refusals.last}."
         raise InvalidState(
             what, f"fix the data or the reward function; `millrace show {run.job.id}` lists all reasons."

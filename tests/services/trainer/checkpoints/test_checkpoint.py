@@ -202,7 +202,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_rank(
     assert checkpoint.load(str(tmp_path / "saved"), backend).version == 1
     adapted = build(job_spec(tied_model, model={"lora": {"rank": 4}}), one_rank)
     with monkeypatch.context() as broken, pytest.raises(InvalidState, match="No space left"):
-        broken.setattr(adapter_folder, "save_file", full)
+        broken.setattr(adapter_folder, "save_tensors", full)
         save(tmp_path / "adapted", adapted, 1)
     assert not (tmp_path / "adapted").exists()
 
