@@ -1,7 +1,7 @@
 """Makes the pages on what programs use: `python docs/interfaces.py` writes docs/events.md; `make docs` makes the
 pages on REST and the client for the site.
 
-They come from the payloads in `millrace/events.py`, from the coordinator's OpenAPI document and from the docstrings of
+They come from the payloads in `millrace/events/`, from the coordinator's OpenAPI document and from the docstrings of
 `millrace/client.py`.
 """
 
@@ -23,7 +23,7 @@ DOCS = Path(__file__).resolve().parent
 MADE = "This page is made by `python docs/interfaces.py` from {}: edit that, not this page."
 EVENTS = f"""# Events
 
-{MADE.format("the payloads in `millrace/events.py`")}
+{MADE.format("the payloads in `millrace/events/`")}
 
 A job's log has one event for each thing that happened, in order. `millrace events JOB --follow` prints it,
 `GET /v1/jobs/JOB/events` streams it as server-sent events, `Client.events` yields it. Each has:"""

@@ -201,7 +201,7 @@ class Client:
         return job
 
     def events(self, job_id: str, after: str = "", follow: bool = True) -> Iterator[Event]:
-        """Yields the job's events in order, from the one after the id `after`. millrace/events.py declares them.
+        """Yields the job's events in order, from the one after the id `after`. millrace/events declares them.
 
         With `follow` it waits for new events until the job has ended; a broken stream is opened again where it broke.
         Raises NotFound.

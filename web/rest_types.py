@@ -42,7 +42,7 @@ def page() -> str:
     """The TypeScript file."""
     _, schema = models_json_schema([(model, "serialization") for model in ROOTS])
     parts = [_declaration(name, each) for name, each in sorted(schema["$defs"].items())]
-    return "\n\n".join(["/* Made by web/rest_types.py from millrace/rest and millrace/events.py. */", *parts]) + "\n"
+    return "\n\n".join(["/* Made by web/rest_types.py from millrace/rest and millrace/events. */", *parts]) + "\n"
 
 
 def _declaration(name: str, schema: Schema) -> str:

@@ -1,6 +1,6 @@
 """The answers of the coordinator's REST API, for the coordinator and the client.
 
-A `…View` is one object as people look at it. The event stream is declared in millrace/events.py.
+A `…View` is one object as people look at it. The event stream is declared in millrace/events.
 """
 
 import json

@@ -1,4 +1,4 @@
-/* Made by web/rest_types.py from millrace/rest and millrace/events.py. */
+/* Made by web/rest_types.py from millrace/rest and millrace/events. */
 
 /** One metric at each point of a curve; null where no step of the point has it. */
 export interface BandView {

@@ -129,7 +129,7 @@ class Jobs:
 def event_parts(data: Payload, message: str) -> list[str]:
     """An event as its entry in the log: field, value, field, value, … Raises TypeError for an undeclared payload."""
     if not isinstance(data, Payload):
-        raise TypeError(f"{type(data).__name__} is not declared in millrace/events.py")
+        raise TypeError(f"{type(data).__name__} is not declared in millrace/events")
     payload = data.model_dump_json(exclude={"kind"})
     return _flat({"time_s": str(time.time()), "kind": data.kind, "message": message, "data": payload})
 

@@ -1,4 +1,4 @@
-"""The event log keeps what is declared in millrace/events.py, and nothing else."""
+"""The event log keeps what is declared in millrace/events, and nothing else."""
 
 import json
 import typing

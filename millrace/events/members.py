@@ -1,0 +1,103 @@
+"""Payloads: how the trainer and the replicas come, work and leave."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from millrace.events.kind import EventData, EventKind
+from millrace.ids import MemberId, PromptId
+
+
+class TrainerConfiguring(EventData):
+    """The trainer begins to load the model or a checkpoint."""
+
+    kind: Literal[EventKind.TRAINER_CONFIGURING] = EventKind.TRAINER_CONFIGURING
+    member: MemberId
+
+
+class TrainerConfigured(EventData):
+    """The trainer has loaded the model or a checkpoint."""
+
+    kind: Literal[EventKind.TRAINER_CONFIGURED] = EventKind.TRAINER_CONFIGURED
+    member: MemberId
+    version: int = Field(description="Weight version that it holds.")
+    warnings: list[str] = Field(
+        [],
+        description="Fields with a better value: those with which ranks of different hosts exchange more than need be, "
+        "and those with which an adapter learns more slowly.",
+    )
+
+
+class TrainerLost(EventData):
+    """The trainer died or does not answer. The job waits for a trainer and continues."""
+
+    kind: Literal[EventKind.TRAINER_LOST] = EventKind.TRAINER_LOST
+    step: int = Field(description="Steps trained so far.")
+    setbacks: int = Field(description="How many times in a row the trainer was lost at this step.")
+
+
+class TrainerOutOfMemory(EventData):
+    """A rank of the trainer had no memory left. The step is made again with a smaller token budget, which the job keeps
+    (`trainer.on_out_of_memory: halve_budget`)."""
+
+    kind: Literal[EventKind.TRAINER_OUT_OF_MEMORY] = EventKind.TRAINER_OUT_OF_MEMORY
+    step: int = Field(description="The step that is made again.")
+    token_budget_before: int = Field(description="Tokens in a micro-batch so far.")
+    token_budget: int = Field(description="Tokens in a micro-batch from now on.")
+
+
+class MemberJoined(EventData):
+    """A replica registered and is being configured for the job."""
+
+    kind: Literal[EventKind.MEMBER_JOINED] = EventKind.MEMBER_JOINED
+    member: MemberId
+    epoch: int = Field(description="Membership epoch of the fleet.")
+    pool: str = Field("rollout", description="The pool of the replica.")
+
+
+class MemberConfigured(EventData):
+    """A replica's engine is ready. One that generates still needs the current weights."""
+
+    kind: Literal[EventKind.MEMBER_CONFIGURED] = EventKind.MEMBER_CONFIGURED
+    member: MemberId
+    engine: str
+    pool: str = Field("rollout", description="The pool of the replica.")
+
+
+class MemberFailed(EventData):
+    """A replica could not be configured for the job, or refused it."""
+
+    kind: Literal[EventKind.MEMBER_FAILED] = EventKind.MEMBER_FAILED
+    member: MemberId
+    refused: bool = Field(
+        False, description="Whether it refused the job as invalid. The job fails if every connected replica does."
+    )
+    pool: str = Field("rollout", description="The pool of the replica.")
+
+
+class MemberJoining(EventData):
+    """Replicas without weights are being sent the current version."""
+
+    kind: Literal[EventKind.MEMBER_JOINING] = EventKind.MEMBER_JOINING
+    members: Sequence[MemberId]
+    sender: str = Field(description="Member id of the trainer or of the replica that sends the weights.")
+
+
+class MemberOut(EventData):
+    """A replica left or was lost; its leases go to other replicas."""
+
+    kind: Literal[EventKind.MEMBER_OUT] = EventKind.MEMBER_OUT
+    member: MemberId
+    prompts: Sequence[PromptId] = Field(description="Prompts whose leases it held; the first 50.")
+
+
+class MemberDied(EventData):
+    """A member died while it worked for the job, which is charged with the death; or its next life told how it ended.
+    The message has its last words."""
+
+    kind: Literal[EventKind.MEMBER_DIED] = EventKind.MEMBER_DIED
+    member: MemberId
+    deaths: int | None = Field(
+        None, description="Replicas: deaths in a row at its address, with no completed group in between."
+    )
