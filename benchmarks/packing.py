@@ -16,6 +16,8 @@ nobody planned for.
 """
 
 import argparse
+import math
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -25,15 +27,36 @@ from millrace.sequence_cost import AttentionLayer, SequenceCost
 from services.trainer.step.planning import (
     Plan,
     equal_partition,
-    lognormal_lengths,
     partition,
     plan_microbatches,
     report,
-    unplanned,
 )
 
 QWEN3_8B = SequenceCost.of_model(7.57e9, [AttentionLayer(32 * 128, 32 * 128)] * 36)
 VERL_WORKLOAD = SequenceCost(24576.0, 1.0)
+
+
+def lognormal_lengths(count: int, *, mean: float, longest: int, seed: int, sigma: float = 1.0) -> list[int]:
+    """Lengths similar to those of reasoning answers: lognormal with this mean, at most `longest`."""
+    draw = random.Random(seed)
+    centre = math.log(mean) - sigma * sigma / 2
+    return [min(longest, max(1, round(draw.lognormvariate(centre, sigma)))) for _ in range(count)]
+
+
+def unplanned(lengths: Sequence[int], *, ranks: int, token_budget: int) -> Plan:
+    """A simple division to compare with: equal shares of the sequences in their order, cut where the budget is full."""
+    plan: Plan = []
+    for rank in range(ranks):
+        bins: list[list[int]] = [[]]
+        room = token_budget
+        for index in range(rank * len(lengths) // ranks, (rank + 1) * len(lengths) // ranks):
+            if lengths[index] > room and bins[-1]:
+                bins.append([])
+                room = token_budget
+            bins[-1].append(index)
+            room -= lengths[index]
+        plan.append(bins)
+    return plan
 
 
 def verl(lengths: Sequence[int], *, ranks: int, token_budget: int, cost: SequenceCost) -> Plan:

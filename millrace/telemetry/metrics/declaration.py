@@ -28,7 +28,6 @@ class Unit(StrEnum):
     LOSS = "loss"
     MILLISECONDS = "ms"
     NATS = "nats"
-    NATS_SQUARED = "nats²"
     NORM = "norm"
     PERPLEXITY = "perplexity"
     PROBABILITY = "probability"

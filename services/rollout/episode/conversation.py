@@ -37,11 +37,6 @@ class Conversation:
         """Tokens of this trajectory after its first prompt."""
         return self._growing.response_tokens
 
-    @property
-    def forks(self) -> int:
-        """Number of trajectories that ended because the history was rewritten."""
-        return len(self._done)
-
     def add(self, completion: Completion, *, calls: bool = True) -> Message:
         """Adds a turn that was sampled after `prompt`. Returns it as the environment gets it; without `calls` what
         looks like a call of a tool is text."""

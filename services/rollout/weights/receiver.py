@@ -84,7 +84,6 @@ class PublicationReceiver:
         """Copies of the served version to siblings."""
         self._prepared: _Prepared | None = None
         """The result of PREPARE, for the publication of `_state`."""
-        self._plan_hash = b""
         self._known_plan = NO_PLAN
         self._planner = Planner()
         self._received: ReceiveReport | None = None

@@ -1,8 +1,6 @@
 """The plan of a step: which rank trains which sequences in which micro-batch, and how well the ranks are used."""
 
 import heapq
-import math
-import random
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -285,38 +283,3 @@ def report(plan: Plan, lengths: Sequence[int], *, token_budget: int, cost: Seque
         imbalance=max(map(sum, loads)) / mean - 1,
         lockstep_imbalance=sum(map(max, zip(*padded, strict=True))) / mean - 1,
     )
-
-
-def unplanned(lengths: Sequence[int], *, ranks: int, token_budget: int) -> Plan:
-    """A simple division to compare with: equal shares of the sequences in their order, cut where the budget is full."""
-    plan: Plan = []
-    for rank in range(ranks):
-        bins: list[list[int]] = [[]]
-        room = token_budget
-        for index in range(rank * len(lengths) // ranks, (rank + 1) * len(lengths) // ranks):
-            if lengths[index] > room and bins[-1]:
-                bins.append([])
-                room = token_budget
-            bins[-1].append(index)
-            room -= lengths[index]
-        plan.append(bins)
-    return plan
-
-
-def compared(
-    lengths: Sequence[int], *, ranks: int, token_budget: int, cost: SequenceCost
-) -> tuple[PlanReport, PlanReport]:
-    """The reports of `plan_microbatches` and of `unplanned` for the same sequences."""
-    planned = plan_microbatches(lengths, ranks=ranks, token_budget=token_budget, cost=cost)
-    plain = unplanned(lengths, ranks=ranks, token_budget=token_budget)
-    return (
-        report(planned, lengths, token_budget=token_budget, cost=cost),
-        report(plain, lengths, token_budget=token_budget, cost=cost),
-    )
-
-
-def lognormal_lengths(count: int, *, mean: float, longest: int, seed: int, sigma: float = 1.0) -> list[int]:
-    """Lengths similar to those of reasoning answers: lognormal with this mean, at most `longest`."""
-    draw = random.Random(seed)
-    centre = math.log(mean) - sigma * sigma / 2
-    return [min(longest, max(1, round(draw.lognormvariate(centre, sigma)))) for _ in range(count)]

@@ -18,7 +18,6 @@ import torch
 from millrace.errors import PublicationFailed
 from millrace.weights.transfer.channels.channel import ChannelMessage, ChannelState
 
-ID_BYTES = 128
 POLL_EVERY_S = 50e-6
 ERRORS_EVERY_S = 0.01
 ENDS_S = 0.5

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.packing import lognormal_lengths, unplanned
 from millrace.errors import InvalidJob
 from millrace.sequence_cost import SequenceCost
-from services.trainer.step.planning import compared, lognormal_lengths, plan_microbatches, repack, report, unplanned
+from services.trainer.step.planning import plan_microbatches, repack, report
 
 ATTENTION = SequenceCost(1.0, 1 / 54_000)
 """An 8-billion-parameter model: at 54,000 tokens attention costs as much as all matrix products."""
@@ -84,7 +85,9 @@ def test_long_sequences_count_for_their_attention():
 @pytest.mark.parametrize("seed", range(3))
 def test_lognormal_lengths_waste_little_and_keep_ranks_together(seed):
     lengths = lognormal_lengths(8192, mean=2000, longest=32_768, seed=seed)
-    planned, plain = compared(lengths, ranks=8, token_budget=32_768, cost=ATTENTION)
+    size = {"ranks": 8, "token_budget": 32_768}
+    plans = (plan_microbatches(lengths, **size, cost=ATTENTION), unplanned(lengths, **size))
+    planned, plain = (report(plan, lengths, token_budget=32_768, cost=ATTENTION) for plan in plans)
     assert planned.excess_microbatches == 0
     assert planned.waste < 0.02 < plain.waste
     assert planned.imbalance < 0.01 and planned.lockstep_imbalance < 0.03
