@@ -29,6 +29,7 @@ ORDER = {
         backends engines environments rest wire
         descriptors rewards rl telemetry weights
         contracts sandbox validation
+        simulation
         drops errors ids sequence_cost software
     """,
     "services.coordinator": """

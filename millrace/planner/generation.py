@@ -1,15 +1,12 @@
-"""Seconds in which a replica generates its part of a step, found by following its requests.
+"""Seconds in which a replica generates its part of a step: alone, or at full load."""
 
-Requests start while there are slots, and room in the cache for what the running ones hold. Between two ends of requests
-the number of running ones is constant, and every step gives each one token.
-"""
-
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from millrace.planner.replica import Replica
 from millrace.planner.workload import Workload
+from millrace.simulation.engine import Answer, Engine, Group
+from millrace.simulation.setting import Cycled, Setting, TrainerRate
 
 SHUFFLE = 0.6180339887498949
 """Stride by which the lengths are taken, so that long ones do not all start at the end: the golden ratio."""
@@ -46,11 +43,11 @@ def alone(replica: Replica, work: Workload, replicas: int) -> Generation:
     """A step that begins and ends with an empty engine (`max_staleness: 0`, or GPUs shared in turns)."""
     requests = max(1.0, work.sequences / replicas)
     followed = min(int(-(-requests // 1)), MOST_FOLLOWED)
-    lengths = _quantiles(work.responses, followed)
+    lengths = quantiles(work.responses, followed)
     return _followed(replica, work, shuffled(lengths), requests / followed)
 
 
-def _quantiles(lengths: Sequence[float], count: int) -> list[float]:
+def quantiles(lengths: Sequence[float], count: int) -> list[float]:
     """So many of the ascending lengths, the last one among them: every step has the longest response somewhere."""
     if count >= len(lengths):
         return [lengths[i * len(lengths) // count] for i in range(count)]
@@ -60,41 +57,60 @@ def _quantiles(lengths: Sequence[float], count: int) -> list[float]:
 
 
 def _followed(replica: Replica, work: Workload, lengths: list[float], weight: float) -> Generation:
-    """Follows requests of these lengths, each of which stands for `weight` of them. `held`: tokens in the cache; `now`:
-    steps since the beginning."""
-    waiting, running = list(reversed(lengths)), list[tuple[float, float]]()
-    now = held = most = 0.0
-    spans: list[tuple[float, float]] = []
-    while waiting or running:
-        while waiting and _fits(replica, len(running) * weight, held, work.mean_prompt, weight):
-            length = waiting.pop()
-            heapq.heappush(running, (now + length, length))
-            held += weight * work.mean_prompt
-        count, (end, length) = len(running) * weight, running[0]
-        steps = end - now
-        spans.append((count, steps * replica.decode(count, held + count * steps / 2)))
-        most, now, held = max(most, count), end, held + count * steps - weight * (work.mean_prompt + length)
-        heapq.heappop(running)
+    """Follows requests of these lengths, each of which stands for `weight` of them, in a simulated engine."""
+    engine = Engine(_setting(replica, work, lengths, weight), 0.0, 0)
+    for place, length in enumerate(lengths):
+        group = Group(place, left=1)
+        group.answers = [Answer(group, length)]
+        engine.take(group)
+    engine.start()
+    now, spans = 0.0, list[tuple[float, float]]()
+    while engine.running:
+        count, begun_s, now = engine.running * weight, now, engine.next_end()
+        spans.append((count, now - begun_s))
+        engine.advance(now)
+        engine.ended()
+        engine.start()
+    most = max(count for count, _ in spans)
     decode = sum(seconds for _, seconds in spans)
     tail = sum(seconds for count, seconds in spans if count < most / 2)
-    requests = weight * len(lengths)
-    prompts = requests / work.samples * work.mean_prompt
+    prompts = weight * len(lengths) / work.samples * work.mean_prompt
     return Generation(replica.prefill(prompts), decode, tail, weight * sum(lengths), most, max(lengths))
 
 
-def _fits(replica: Replica, running: float, held: float, prompt: float, weight: float) -> bool:
-    """Whether more requests can start. One always can."""
-    if running == 0:
-        return True
-    return running + weight <= replica.slots and held + weight * prompt <= replica.cached_tokens
+@dataclass(frozen=True)
+class _Decoding:
+    """The rate of a replica whose prompts are read already."""
+
+    replica: Replica
+
+    def decode(self, running: float, context: float) -> float:
+        return self.replica.decode(running, context)
+
+    def prefill(self, tokens: float) -> float:
+        return 0.0
+
+
+def _setting(replica: Replica, work: Workload, lengths: list[float], weight: float) -> Setting:
+    return Setting(
+        prompts=len(lengths),
+        samples=1,
+        lengths=Cycled(lengths, 1),
+        engine=_Decoding(replica),
+        trainer=TrainerRate(),
+        prompt_tokens=work.mean_prompt,
+        slots=replica.slots,
+        cached_tokens=replica.cached_tokens,
+        weight=weight,
+    )
 
 
 def steady(replica: Replica, work: Workload, replicas: int) -> Generation:
-    """A replica's part of a step where generation never stops (`max_staleness` of 1 and more): new requests take the
-    places of those that end, and as many run as the bound lets be in flight. Each publication finds them running."""
+    """A replica's part of a step at full load: new requests take the places of those that end, and as many run as the
+    bound lets be in flight (`max_staleness` of 1 and more). Each publication finds them running."""
     requests = work.sequences / replicas
     context = work.mean_prompt + work.mean_held_response
-    running = min(replica.slots, requests * work.max_staleness, max(1.0, replica.cached_tokens / context))
+    running = min(replica.slots, requests * (work.max_staleness + 1), max(1.0, replica.cached_tokens / context))
     tokens = requests * work.mean_response
     decode = tokens / running * replica.decode(running, running * context)
     read = requests / work.samples * work.mean_prompt

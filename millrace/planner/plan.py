@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from millrace.errors import refused
 from millrace.megatron.architectures.shape import ModelShape
@@ -13,9 +14,11 @@ from millrace.planner.generation import Generation
 from millrace.planner.hardware import Gpu, Links
 from millrace.planner.publishing import PublicationTimes, publication_times, turn_seconds
 from millrace.planner.replica import Replica, replica_of
+from millrace.planner.simulated import simulated
 from millrace.planner.trainer.layout import PLANNED, Imbalance, Layout, layout_of
 from millrace.planner.trainer.times import Trainer, TrainingTimes, training_times
 from millrace.planner.workload import Workload
+from millrace.simulation.outcome import Outcome
 from millrace.spec import JobSpec
 
 HOUR_S = 3600.0
@@ -103,20 +106,32 @@ class Plan:
         return self.training.total + (self.publication.seconds if self.publication else self.turns_s)
 
     @property
-    def step_s(self) -> float:
+    def least_s(self) -> float:
+        """Seconds of a step in which the longer side never waits; one side after the other if they take turns."""
         if self.overlapped:
             return max(self.generating_s, self.training_s)
         return self.generating_s + self.training_s
 
+    @cached_property
+    def simulated(self) -> Outcome | None:
+        """The job's steps, simulated; None where trainer and replicas take turns."""
+        if self.publication is None:
+            return None
+        return simulated(self.replica, self.replicas, self.work, self.training, self.publication)
+
+    @property
+    def step_s(self) -> float:
+        return self.least_s if self.simulated is None else self.simulated.step_s
+
     @property
     def trainer_idle(self) -> float:
         """Share of a step in which the trainer waits."""
-        return 0.0 if self.cluster.colocated else 1 - self.training_s / self.step_s
+        return 0.0 if self.simulated is None else self.simulated.trainer_idle
 
     @property
     def rollout_idle(self) -> float:
-        """Share of a step in which replicas wait."""
-        return 0.0 if self.cluster.colocated else 1 - self.generating_s / self.step_s
+        """Share of a step in which a replica waits, on average."""
+        return 0.0 if self.simulated is None else self.simulated.replica_idle
 
     @property
     def tokens_per_s(self) -> float:

@@ -35,8 +35,9 @@ class Proposal:
 
     @property
     def order(self) -> tuple[float, float]:
-        """The step's seconds; where replicas decide those, the trainer's."""
-        return self.plan.step_s, self.plan.training_s
+        """The step's least seconds; where replicas decide those, the trainer's. All proposals have the same replicas,
+        so the simulated steps have this order too."""
+        return self.plan.least_s, self.plan.training_s
 
 
 @dataclass(frozen=True)

@@ -64,5 +64,8 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def as_list(found: Sequence[Proposal]) -> list[dict[str, Any]]:
-    """Every layout with its settings and its plan."""
-    return [{"settings_to_change": dict(proposal.changes), "plan": as_dict(proposal.plan)} for proposal in found]
+    """Every layout with its settings and its plan. The steps of the first ones are simulated."""
+    return [
+        {"settings_to_change": dict(proposal.changes), "plan": as_dict(proposal.plan, simulate=place < SHOWN)}
+        for place, proposal in enumerate(found)
+    ]

@@ -86,20 +86,26 @@ def _row(name: str, value: float, note: str = "") -> str:
 
 
 def _summary(plan: Plan) -> Iterator[str]:
-    together_s = "the longer of both sides" if plan.overlapped else "one after the other"
-    yield f"step: {seconds(plan.step_s)} ({together_s}, max_staleness {plan.work.max_staleness})"
+    least = "the longer side at full load" if plan.overlapped else "one side after the other"
+    how = "" if plan.simulated is None else "simulated, "
+    step = f"{seconds(plan.step_s)} ({how}max_staleness {plan.work.max_staleness})"
+    yield f"step: {step}; {seconds(plan.least_s)} is {least}"
     yield f"tokens/s: {plan.tokens_per_s:,.0f}, {plan.tokens_per_s / plan.cluster.gpus:,.0f} a GPU"
     price = plan.cluster.gpu.price_per_hour
     yield f"price of a million trained tokens: {plan.cost_per_million:.2f}, at {price:g} a GPU hour"
     if not plan.cluster.colocated:
         yield f"idle: trainer {plan.trainer_idle:.0%}, replicas {plan.rollout_idle:.0%} of the step"
+        if plan.simulated is not None and plan.simulated.regenerated:
+            late = f"{plan.simulated.regenerated:.1f} groups a step, {plan.simulated.lost_share:.0%} of the tokens"
+            yield f"generated again as they came too late: {late}"
         yield f"balanced: {plan.balanced_ratio:.2f} rollout GPUs for each trainer GPU"
     for limit in plan.limits:
         yield f"does not fit: {LIMITS[limit]}"
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON has it: bytes, seconds, shares from 0 to 1."""
+def as_dict(plan: Plan, *, simulate: bool = True) -> dict[str, Any]:
+    """The plan as JSON has it: bytes, seconds, shares from 0 to 1. Without `simulate`, what comes of the simulation is
+    null."""
     chosen: list[Saving] = []
     after = peak(plan.trainer_memory).total
     if Limit.TRAINER_MEMORY in plan.limits:
@@ -122,7 +128,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "replica_cached_tokens": replica.cached_tokens,
         },
         "seconds": {
-            "step": plan.step_s,
+            "step": plan.step_s if simulate else None,
+            "step_at_full_load": plan.least_s,
             "generation": plan.generation.total,
             "generation_prefill": plan.generation.prefill_s,
             "generation_tail": plan.generation.tail_s,
@@ -133,10 +140,11 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "changing_over": plan.turns_s,
         },
         "mfu": plan.training.mfu,
-        "tokens_per_second": plan.tokens_per_s,
-        "trainer_idle": plan.trainer_idle,
-        "rollout_idle": plan.rollout_idle,
-        "cost_per_million_tokens": plan.cost_per_million,
+        "tokens_per_second": plan.tokens_per_s if simulate else None,
+        "trainer_idle": plan.trainer_idle if simulate else None,
+        "rollout_idle": plan.rollout_idle if simulate else None,
+        "mean_staleness": plan.simulated.mean_staleness if simulate and plan.simulated else None,
+        "cost_per_million_tokens": plan.cost_per_million if simulate else None,
         "balanced_ratio": None if plan.cluster.colocated else plan.balanced_ratio,
     }
 

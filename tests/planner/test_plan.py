@@ -18,14 +18,30 @@ from tests.planner.jobs import planned, preset
 ON_POLICY = {"max_staleness": 0}
 
 
-def test_without_staleness_the_sides_take_turns_and_with_it_the_longer_one_counts() -> None:
+def test_a_step_is_simulated_and_takes_at_least_the_longer_side_at_full_load() -> None:
+    """Without staleness both sides take turns, and replicas with a little more work than others are waited for."""
     turns = planned(preset("qwen3-8b-8gpu", schedule=ON_POLICY))
     overlapped = planned(preset("qwen3-8b-8gpu"))
-    assert turns.step_s == pytest.approx(turns.generating_s + turns.training_s)
-    assert turns.trainer_idle + turns.rollout_idle == pytest.approx(1.0)
-    assert overlapped.step_s == max(overlapped.generating_s, overlapped.training_s)
-    assert min(overlapped.trainer_idle, overlapped.rollout_idle) == pytest.approx(0.0)
+    assert turns.least_s == pytest.approx(turns.generating_s + turns.training_s)
+    assert turns.least_s * 0.99 < turns.step_s < turns.least_s * 1.05
+    assert turns.trainer_idle == pytest.approx(1 - turns.training_s / turns.step_s, abs=0.01)
+    assert overlapped.least_s == max(overlapped.generating_s, overlapped.training_s) <= overlapped.step_s < turns.step_s
     assert overlapped.generation.total < turns.generation.total  # no tail
+    assert turns.simulated is not None and turns.simulated.mean_staleness == 0.0
+    apart = planned(preset("qwen3-8b-8gpu"), colocated=True)
+    assert apart.simulated is None and apart.step_s == apart.least_s
+
+
+def test_a_job_is_simulated_with_fewer_replicas_than_it_has() -> None:
+    """A step of a tenth of the job on a tenth of the replicas takes as long, but for the spread of lengths."""
+    large, small = (
+        planned(preset("qwen3-8b-8gpu", schedule={"prompts_per_step": prompts, "max_staleness": 0}), 80, replicas)
+        for prompts, replicas in ((640, 80), (64, 8))
+    )
+    assert large.simulated is not None and len(large.simulated.steps[0].replica_s) < 80
+    assert large.generation.total == pytest.approx(small.generation.total, rel=0.02)
+    generating = [plan.step_s - plan.training_s for plan in (large, small)]
+    assert generating[0] == pytest.approx(generating[1], rel=0.1)
 
 
 def test_the_balanced_ratio_balances() -> None:

@@ -1,0 +1,357 @@
+"""The simulated job: it issues prompts, replicas generate, the trainer trains and publishes, as the coordinator has it.
+
+A step's prompts are issued after the publication before it, as many as keep the staleness bound. Replicas take whole
+groups, the emptiest one first. The trainer takes a step's worth of complete groups, those with the oldest tokens first.
+"""
+
+import heapq
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+
+from millrace.errors import InvalidState
+from millrace.simulation.engine import Answer, Engine, Group
+from millrace.simulation.outcome import Ledger, Outcome, Step
+from millrace.simulation.setting import Fault, FaultKind, Late, Setting
+
+STALE_ROUNDS = 8
+"""The simulation ends with an error when this many times a step's prompts came too late for one step, as a job does."""
+WARM_STEPS = 3
+"""Steps that are left out, beside as many as the staleness bound has: the engines fill first."""
+
+
+class Phase(Enum):
+    """What the trainer is at."""
+
+    WAIT = auto()
+    TRAIN = auto()
+    PUBLISH = auto()
+    AWAY = auto()
+
+
+@dataclass
+class Counts:
+    """What happened since the last publication."""
+
+    begin_s: float = 0.0
+    trainer_s: float = 0.0
+    regenerated: int = 0
+    lost_tokens: float = 0.0
+
+
+def simulate(setting: Setting, steps: int = 8, warm: int | None = None) -> Outcome:
+    """The outcome of `steps` steps, after `warm` others. Raises InvalidState for a job that cannot go on."""
+    left_out = WARM_STEPS + setting.max_staleness if warm is None else warm
+    return Outcome(Simulation(setting).run(left_out + steps)[left_out:])
+
+
+class Simulation:
+    """See the module's docstring."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.now = 0.0
+        self.version = 0
+        self.steps: list[Step] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._scheduled = 0
+        self._engines = [Engine(setting, 0.0, 0) for _ in range(setting.replicas)]
+        self._joined = list(self._engines)
+        """All replicas that ever joined."""
+        self._busy_before: dict[Engine, float] = {}
+        self._issued = self._trained = self._in_flight = 0
+        self._again: deque[Group] = deque()
+        """Prompts to be issued again."""
+        self._queue: deque[Group] = deque()
+        self._leased: dict[Group, None] = {}
+        self._ready: list[Group] = []
+        self._part: list[Group] = []
+        """What the trainer computes on."""
+        self._taken: list[Group] = []
+        """Groups of the step, those of `_part` included."""
+        self._phase = Phase.WAIT
+        self._turn = 0
+        """Counts the trainer's phases: events of another turn are void."""
+        self._counts = Counts()
+
+    def run(self, steps: int) -> list[Step]:
+        """Simulates until so many steps are published. Raises InvalidState."""
+        for fault in self.setting.faults:
+            self._at(fault.time_s, partial(self._strike, fault))
+        self._issue()
+        self._look()
+        while len(self.steps) < steps:
+            if not self._events:
+                what = f"the simulated job stops in step {len(self.steps) + 1}: nobody has anything left to do."
+                raise InvalidState(what, "let a replica join, or give the trainer and the replicas other faults.")
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+        return self.steps
+
+    def ledger(self) -> Ledger:
+        """Where the prompts are."""
+        held = len(self._queue) + len(self._leased) + len(self._ready) + len(self._taken) + len(self._again)
+        return Ledger(self._issued, self._trained, held)
+
+    def _at(self, time_s: float, event: Callable[[], None]) -> None:
+        if time_s < math.inf:
+            self._scheduled += 1
+            heapq.heappush(self._events, (time_s, self._scheduled, event))
+
+    # The coordinator.
+
+    def _issue(self) -> None:
+        setting = self.setting
+        capacity = (setting.max_staleness + self.version + 1) * setting.prompts + setting.extra_prompts
+        while self._trained + self._in_flight < capacity:
+            if self._again:
+                group = self._again.popleft()
+            else:
+                group = self._group(self._issued, 0)
+                self._issued += 1
+            self._in_flight += 1
+            self._queue.append(group)
+
+    def _group(self, prompt: int, attempt: int) -> Group:
+        group = Group(prompt, attempt, left=self.setting.samples)
+        of = self.setting.lengths.of
+        group.answers = [Answer(group, max(1.0, of(prompt, sample, attempt))) for sample in range(self.setting.samples)]
+        return group
+
+    def _look(self) -> None:
+        """Goes on wherever something can go on."""
+        self._reject()
+        self._lease()
+        if self._phase is Phase.WAIT:
+            self._take()
+
+    def _reject(self) -> None:
+        """Issues again what came too late."""
+        bound = self.version - self.setting.max_staleness
+        late = [group for group in self._ready if _oldest(group) < bound]
+        if not late:
+            return
+        self._ready = [group for group in self._ready if _oldest(group) >= bound]
+        for group in late:
+            self._counts.regenerated += 1
+            self._counts.lost_tokens += self._tokens_of(group)
+            self._in_flight -= 1
+            self._again.append(self._group(group.prompt, group.attempt + 1))
+        if self._counts.regenerated > STALE_ROUNDS * self.setting.prompts:
+            what = f"{self._counts.regenerated} groups came too late for step {len(self.steps) + 1} of the simulation."
+            raise InvalidState(what, "raise schedule.max_staleness, or lower schedule.prompts_per_step.")
+        self._issue()
+
+    def _lease(self) -> None:
+        if self._phase is Phase.AWAY and not self.setting.lease_while_away:
+            return
+        free = [(engine.load, place) for place, engine in enumerate(self._engines)]
+        heapq.heapify(free)
+        touched: dict[Engine, None] = {}
+        while self._queue and free and free[0][0] * self.setting.weight < self.setting.slots:
+            load, place = free[0]
+            group = self._queue.popleft()
+            self._leased[group] = None
+            self._engines[place].take(group)
+            touched[self._engines[place]] = None
+            heapq.heapreplace(free, (load + len(group.answers), place))
+        for engine in touched:
+            self._move(engine)
+
+    # Replicas.
+
+    def _move(self, engine: Engine) -> None:
+        """Brings a replica to the present time, and schedules its next end."""
+        engine.advance(self.now)
+        for answer in engine.ended():
+            if not answer.group.left:
+                self._at(self.now + self.setting.score_s, partial(self._complete, answer.group))
+        engine.start()
+        end_s = engine.next_end()
+        self._at(end_s, partial(self._on_end, engine, engine.stamp))
+
+    def _on_end(self, engine: Engine, stamp: int) -> None:
+        if engine.stamp == stamp:
+            self._move(engine)
+            self._look()
+
+    def _complete(self, group: Group) -> None:
+        if self._leased.pop(group, 0) is None:
+            self._ready.append(group)
+            self._look()
+
+    # The trainer.
+
+    def _take(self) -> None:
+        """Takes what the trainer can begin with."""
+        setting, wanted = self.setting, self.setting.prompts - len(self._taken)
+        if setting.late is Late.WAIT:
+            bound = self.version - setting.max_staleness
+            due = sum(group.oldest is not None and group.oldest <= bound for group in self._leased)
+            found = [group for group in self._ready if _oldest(group) <= bound]
+            room = max(len(found), wanted - due)
+        else:
+            room = wanted
+        part = sorted(self._ready, key=_oldest)[: min(room, wanted)]
+        if not part or (len(part) < wanted and not setting.streaming):
+            return
+        chosen = set(part)
+        self._ready = [group for group in self._ready if group not in chosen]
+        self._taken += part
+        self._part = part
+        self._train()
+
+    def _train(self) -> None:
+        rate = self.setting.trainer
+        seconds = rate.part_s + rate.token_s * sum(self._trained_tokens(group) for group in self._part)
+        if len(self._taken) == self.setting.prompts:
+            seconds += rate.step_s
+        self._enter(Phase.TRAIN)
+        self._at(self.now + seconds, partial(self._on_trained, self._turn, seconds))
+
+    def _on_trained(self, turn: int, seconds: float) -> None:
+        if turn != self._turn:
+            return
+        self._counts.trainer_s += seconds
+        self._part = []
+        if len(self._taken) < self.setting.prompts:
+            self._enter(Phase.WAIT)
+            self._look()
+        else:
+            self._publish()
+
+    def _publish(self) -> None:
+        setting = self.setting
+        self._enter(Phase.PUBLISH)
+        self._at(self.now + max(0.0, setting.publication_s - setting.pause_s), partial(self._commit, self._turn))
+
+    def _commit(self, turn: int) -> None:
+        if turn != self._turn:
+            return
+        for engine in self._engines:
+            engine.advance(self.now)
+            engine.commit(self.version + 1)
+            self._move(engine)
+        pause_s = min(self.setting.pause_s, self.setting.publication_s)
+        self._at(self.now + pause_s, partial(self._on_published, self._turn))
+
+    def _on_published(self, turn: int) -> None:
+        if turn != self._turn:
+            return
+        self._counts.trainer_s += self.setting.publication_s
+        taken, self._taken = self._taken, []
+        self._trained += len(taken)
+        self._in_flight -= len(taken)
+        self._record(taken)
+        self.version += 1
+        self._issue()
+        self._at(self.now + self.setting.between_s, partial(self._on_free, self._turn))
+        self._look()
+
+    def _on_free(self, turn: int) -> None:
+        if turn == self._turn:
+            self._enter(Phase.WAIT)
+            self._look()
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._turn += 1
+
+    # Faults.
+
+    def _strike(self, fault: Fault) -> None:
+        if fault.kind is FaultKind.JOIN:
+            engine = Engine(self.setting, self.now, self.version)
+            self._engines.append(engine)
+            self._joined.append(engine)
+        elif fault.kind is FaultKind.DIE:
+            self._lose(self._joined[fault.replica], fault.seconds)
+        else:
+            self._leave(fault.seconds)
+        self._look()
+
+    def _lose(self, engine: Engine, seconds: float) -> None:
+        if engine not in self._engines:
+            return
+        engine.advance(self.now)
+        self._engines.remove(engine)
+        engine.stamp += 1
+        groups = engine.stop()
+        self._at(self.now + seconds, partial(self._queue_again, groups))
+
+    def _queue_again(self, groups: Sequence[Group]) -> None:
+        for group in reversed(groups):
+            del self._leased[group]
+            if not self.setting.keep_partial:
+                self._counts.lost_tokens += self._tokens_of(group)
+                group = self._group(group.prompt, group.attempt)
+            self._queue.appendleft(group)
+        self._look()
+
+    def _leave(self, seconds: float) -> None:
+        """The trainer is lost with what it computed of the step, and comes back. A publication is made again."""
+        publishes = self._phase is Phase.PUBLISH and len(self._taken) == self.setting.prompts
+        self._enter(Phase.AWAY)
+        self._at(self.now + seconds, partial(self._return, self._turn, publishes))
+
+    def _return(self, turn: int, publishes: bool) -> None:
+        if turn != self._turn:
+            return
+        if publishes:
+            self._publish()
+            return
+        self._part = list(self._taken)
+        if self._part and (self.setting.streaming or len(self._taken) == self.setting.prompts):
+            self._train()
+        else:
+            self._enter(Phase.WAIT)
+        self._look()
+
+    # What is told.
+
+    def _trained_tokens(self, group: Group) -> float:
+        return self.setting.weight * sum(self.setting.prompt_tokens + answer.length for answer in group.answers)
+
+    def _tokens_of(self, group: Group) -> float:
+        return self.setting.weight * sum(answer.done for answer in group.answers)
+
+    def _record(self, taken: Sequence[Group]) -> None:
+        setting, counts = self.setting, self._counts
+        staleness: defaultdict[int, float] = defaultdict(float)
+        oldest: defaultdict[int, float] = defaultdict(float)
+        for group in taken:
+            oldest[self.version - _oldest(group)] += setting.weight * setting.samples
+            for answer in group.answers:
+                for version, tokens in answer.tokens:
+                    staleness[self.version - version] += setting.weight * tokens
+        shares = []
+        for engine in self._engines:
+            engine.advance(self.now)
+            there = self.now - max(engine.since, counts.begin_s)
+            shares.append((engine.busy_s - self._busy_before.get(engine, 0.0)) / there if there > 0 else 0.0)
+            self._busy_before[engine] = engine.busy_s
+        self.steps.append(
+            Step(
+                begin_s=counts.begin_s,
+                end_s=self.now,
+                trainer_s=counts.trainer_s,
+                replica_s=tuple(shares),
+                tokens=sum(self._trained_tokens(group) for group in taken),
+                answers=setting.weight * setting.samples * len(taken),
+                regenerated=counts.regenerated,
+                lost_tokens=counts.lost_tokens,
+                staleness=dict(staleness),
+                oldest=dict(oldest),
+                ledger=self.ledger(),
+            )
+        )
+        self._counts = Counts(begin_s=self.now)
+
+
+def _oldest(group: Group) -> int:
+    """Version of the oldest token of a complete group."""
+    assert group.oldest is not None
+    return group.oldest

@@ -1,0 +1,155 @@
+"""What is simulated: lengths, rates, limits and faults."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+
+
+class EngineRate(Protocol):
+    """How fast an engine is."""
+
+    def decode(self, running: float, context: float) -> float:
+        """Seconds of a step that gives each of `running` requests one token. `context`: tokens of all of them
+        together."""
+        ...
+
+    def prefill(self, tokens: float) -> float:
+        """Seconds to read so many given tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class MeasuredRate:
+    """Seconds of a step at measured numbers of running requests, with straight lines between and beyond them."""
+
+    running: Sequence[float]
+    """Ascending."""
+    seconds: Sequence[float]
+    prefill_token_s: float = 0.0
+
+    def decode(self, running: float, context: float) -> float:
+        if len(self.running) == 1 or running <= self.running[0]:
+            return self.seconds[0]
+        if running <= self.running[-1]:
+            return float(np.interp(running, self.running, self.seconds))
+        (x0, x1), (y0, y1) = self.running[-2:], self.seconds[-2:]
+        return y1 + (running - x1) * max(0.0, y1 - y0) / (x1 - x0)
+
+    def prefill(self, tokens: float) -> float:
+        return tokens * self.prefill_token_s
+
+
+@dataclass(frozen=True)
+class TrainerRate:
+    """How long a step of the trainer takes."""
+
+    step_s: float = 0.0
+    """Seconds of a step however many tokens it has: the optimizer, and what is computed once."""
+    token_s: float = 0.0
+    """Seconds of each token, those of prompts included."""
+    part_s: float = 0.0
+    """Seconds of each part that is taken."""
+
+
+class Lengths(Protocol):
+    """How long the answers are."""
+
+    def of(self, prompt: int, sample: int, attempt: int) -> float:
+        """Tokens of an answer, at least 1. `prompt` counts from 0, `attempt` how often the prompt was issued before."""
+        ...
+
+
+@dataclass(frozen=True)
+class Cycled:
+    """Answers of these lengths in turn: steps of as many answers have all of them. A prompt that is issued again gets
+    other ones."""
+
+    lengths: Sequence[float]
+    samples: int
+
+    def of(self, prompt: int, sample: int, attempt: int) -> float:
+        place = prompt * self.samples + sample + attempt * (len(self.lengths) // 2 + 1)
+        return self.lengths[place % len(self.lengths)]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Answers whose lengths are drawn from these, with replacement."""
+
+    lengths: Sequence[float]
+    seed: int = 0
+
+    def of(self, prompt: int, sample: int, attempt: int) -> float:
+        return random.Random(f"{self.seed} {prompt} {sample} {attempt}").choice(self.lengths)
+
+
+class Late(StrEnum):
+    """What becomes of a group that would exceed the staleness bound."""
+
+    REGENERATE = "regenerate"
+    """Its prompt is issued again."""
+    WAIT = "wait"
+    """The step before waits for it."""
+
+
+class FaultKind(StrEnum):
+    DIE = "die"
+    """A replica is lost with what it holds; its prompts are issued again after `seconds`."""
+    JOIN = "join"
+    """A replica joins."""
+    RESTART_TRAINER = "restart_trainer"
+    """The trainer is away for `seconds`, and takes the step in progress from its beginning."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    time_s: float
+    kind: FaultKind
+    replica: int = 0
+    """The replica that dies, in the order in which they joined."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A job on some machines."""
+
+    prompts: int
+    """Prompts of a step."""
+    samples: int
+    """Answers to each prompt."""
+    lengths: Lengths
+    engine: EngineRate
+    trainer: TrainerRate
+    prompt_tokens: float = 0.0
+    max_staleness: int = 0
+    replicas: int = 1
+    slots: int = 1024
+    """Requests that a replica runs at a time."""
+    cached_tokens: float = float("inf")
+    """Tokens that the cache of a replica holds."""
+    weight: float = 1.0
+    """Requests that each simulated one stands for, to simulate large jobs sooner."""
+    publication_s: float = 0.0
+    pause_s: float = 0.0
+    """Seconds of a publication in which replicas do not generate."""
+    recompute_cache: bool = False
+    """Whether a publication lets running requests be read again."""
+    score_s: float = 0.0
+    """Seconds from a group's last token until it can be trained."""
+    between_s: float = 0.0
+    """Seconds of a step in which the job's loop does something else, such as saving."""
+    streaming: bool = False
+    """Whether the trainer takes groups while others of the step are generated."""
+    extra_prompts: int = 0
+    """Prompts in flight beyond what the staleness bound allows: what is not complete goes on in the next step."""
+    late: Late = Late.REGENERATE
+    keep_partial: bool = False
+    """Whether what a lost replica had generated of an answer is kept, and the answer goes on elsewhere."""
+    lease_while_away: bool = False
+    """Whether replicas begin prompts while the trainer is away."""
+    faults: Sequence[Fault] = field(default_factory=tuple)
