@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from millrace.engines import ENGINE_NAMES
-from millrace.local.host import free_port
 from millrace.local.options import StackOptions, pythons
+from millrace.local.ports import free_port
 from millrace.local.watchdog import watchdog
 
 

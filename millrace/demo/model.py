@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from millrace.demo.task import Turn
 from millrace.demo.tasks import TASKS
+from millrace.demo.tokenizer import byte_tokenizer
 
 IGNORED = -100
 """The label of tokens without loss."""
@@ -176,28 +176,3 @@ def _padded(batch: list[Demonstration]) -> tuple[torch.Tensor, torch.Tensor]:
         tokens_bt[i, : len(tokens)] = torch.tensor(tokens)
         labels_bt[i, : len(tokens)] = torch.tensor(labels)
     return tokens_bt, labels_bt
-
-
-END_OF_TEXT, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-def byte_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """259 tokens and `more`: every other text is one token a byte, and decodes to itself."""
-    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in (END_OF_TEXT, TURN, END_OF_TURN)])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in more])
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
-    )
-    made.chat_template = CHAT_TEMPLATE
-    return made

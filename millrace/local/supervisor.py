@@ -16,10 +16,10 @@ from millrace.client import Client
 from millrace.data import shared_copies
 from millrace.errors import InvalidState, MillraceError, Unavailable
 from millrace.local import child_processes
-from millrace.local.host import check_free
 from millrace.local.launcher import STANDBY
 from millrace.local.lives import Restarts, joined
 from millrace.local.options import Service, StackOptions
+from millrace.local.ports import check_free
 from millrace.local.private import new_private_folder
 from millrace.local.service_log import ServiceLog, say
 from millrace.rest import MemberState

@@ -7,7 +7,7 @@ import pytest
 
 from millrace.demo.hunt import TreasureHunt
 from millrace.demo.hunt_environment import Hunt
-from millrace.demo.model import byte_tokenizer
+from millrace.demo.tokenizer import byte_tokenizer
 from services.rollout.episode.chat import Chat
 
 HUNT = TreasureHunt()
