@@ -48,6 +48,7 @@ DESCRIPTOR = EngineDescriptor(
         "sampling_backend": "",
         "random_seed": "",
         "skip_tokenizer_init": "",
+        "incremental_streaming_output": "",
         "quantization": "",
         "kv_cache_dtype": "",
         "pp_size": "",

@@ -14,7 +14,8 @@ from millrace.spec.rollout import CachePolicy
 from millrace.weights.loader.misfits import tensors_untaken
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Manifest
-from services.rollout.engine import Completion, EngineDied, EngineStats, Load, Sampling
+from services.rollout.engine import NO_TOKENS, Completion, EngineDied, EngineStats, Load, Response, Sampling
+from services.rollout.engines.endings import Endings
 from services.rollout.weights.engine_weights import CommitReport, ReceiveReport, SendReport
 from services.rollout.weights.transfer_request import TransferRequest, nothing_prepared
 from services.rollout.weights.worker_methods import Placed, Prepared, WorkerMethods
@@ -84,14 +85,16 @@ class VersionedEngine(ABC):
     reaches its workers, pauses, and ends requests."""
 
     _workers: Workers
-    """Valid once the engine has started."""
+    """Valid once the engine has started, as is `_endings`."""
+    _endings: Endings
     capacity = 0
 
     def __init__(self) -> None:
         self._running: set[str] = set()
         """Requests in flight."""
         self._slots = Slots(lambda: self.capacity)
-        self._tokenizer: Any = None
+        self._replays = False
+        """Whether the experts of routers are reported."""
         self._version: Version | None = None
         """The version in place; None if there is none."""
         self._dropped = 0
@@ -111,8 +114,8 @@ class VersionedEngine(ABC):
         """When the last pause was ordered, and when the engine said that it stands still (time.perf_counter())."""
 
     @abstractmethod
-    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
-        """`generate`, with a version in place when it begins."""
+    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling, response: Response) -> Completion:
+        """`generate`, with a version in place when it begins, and a prefix that is no whole response."""
 
     @abstractmethod
     def _started(self) -> bool:
@@ -140,20 +143,32 @@ class VersionedEngine(ABC):
     async def _end_requests(self) -> None:
         """Ends all requests in flight."""
 
-    async def generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
-        """Raises InvalidState if no version is in place, or none was at some time until the sample ended."""
+    async def generate(
+        self, prompt_tokens: Sequence[int], sampling: Sampling, response: Response | None = None
+    ) -> Completion:
+        """See `Engine`. Raises InvalidState if no version is in place, or none was at some time until the sample
+        ended."""
         self.load()
         await self._may_begin.wait()
         self.load()
         if self._version is None:
             raise InvalidState("no version is in place.", "the prompt is issued again.")
+        response = response or Response()
+        if self._replays and len(response.prefix) and response.prefix.experts is None:
+            # No expert has seen the last token, which may have ended the response: a pass over the others tells theirs.
+            response.shorten(len(response.prefix) - 1)
+        prefix = response.prefix
+        if len(prefix) and (whole := self._endings.whole(len(prompt_tokens), prefix, sampling)) is not None:
+            return whole
         dropped, ticket = self._dropped, self._slots.enter()
         try:
-            completion = await self._generate(prompt_tokens, sampling)
+            completion = await self._generate(prompt_tokens, sampling, response)
         finally:
             self._slots.leave(ticket)
+            response.follow(NO_TOKENS.after)
         if self._dropped != dropped:
             raise InvalidState("no version was in place for a while.", "the prompt is issued again.")
+        response.follow(completion.partial.after(completion.carried).after)
         return replace(completion, waited_s=ticket.waited_s)
 
     def load(self) -> Load:
@@ -168,9 +183,6 @@ class VersionedEngine(ABC):
     async def finish_batch(self) -> None:
         """See `Engine`."""
         await self._ask(WorkerMethods.finish_batch)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     async def describe(self, manifest: Manifest) -> Sequence[Boxes]:
         """See `EngineWeights`."""

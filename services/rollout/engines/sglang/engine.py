@@ -13,6 +13,7 @@ import os
 import signal
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
@@ -26,16 +27,20 @@ from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
 from millrace.wire.address import host_address
 from services.rollout.engine import (
+    NO_TOKENS,
     Completion,
     EngineDied,
     EngineStats,
     Load,
+    Partial,
+    Response,
     Sampling,
     StopReason,
     VersionSpan,
     end_of_turn,
 )
 from services.rollout.engines.adapter import AdapterShape, adapter_shape, check_placed
+from services.rollout.engines.endings import Endings, StopSearch
 from services.rollout.engines.lifeline import kill_children, own_descendants
 from services.rollout.engines.sglang import options as sglang_options
 from services.rollout.engines.sglang.adapter import NAME, lora_reference
@@ -203,10 +208,9 @@ class SglangEngine(VersionedEngine):
         self._engine, self._manager = engine, engine.tokenizer_manager
         self._scheduler.attach(self._manager)
         sglang_options.check_model(self._manager.model_config)
-        self._tokenizer = self._manager.tokenizer
-        self._end_of_turn = end_of_turn(
-            spec.model.path, self._tokenizer, trust_remote_code=spec.model.trust_remote_code
-        )
+        trust = spec.model.trust_remote_code
+        self._end_of_turn = end_of_turn(spec.model.path, self._manager.tokenizer, trust_remote_code=trust)
+        self._endings = Endings(self._manager.tokenizer, frozenset(self._end_of_turn), self._context)
 
     async def stop(self) -> None:
         if self._watch is not None:
@@ -249,30 +253,47 @@ class SglangEngine(VersionedEngine):
 
     # Generation.
 
-    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
+    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling, response: Response) -> Completion:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         # SGLang aborts every request whose id begins with the given id, so no id may be the beginning of another.
-        request_id = f"sample-{next(self._numbers)}."
+        request_id, prefix = f"sample-{next(self._numbers)}.", response.prefix
+        search = StopSearch(self._endings, sampling, prefix)
+        tokens = [*prompt_tokens, *prefix.tokens.tolist()]
         request = GenerateReqInput(
-            input_ids=list(prompt_tokens),
-            sampling_params=self._parameters(len(prompt_tokens), sampling),
+            input_ids=tokens,
+            sampling_params=self._parameters(len(tokens), len(prefix), sampling),
             return_logprob=True,
             rid=request_id,
             # This request must not reuse keys and values of an older version.
             extra_key=self._cache_key,
             lora_path=self._lora_path,
+            stream=search.needed,
         )
         self._running.add(request_id)
+        response.follow(partial(self._so_far, request_id))
         try:
-            final = await self._while_alive(self._last_output(request))
-            completion = await self._sample(request_id, final, sampling)
-            self._scheduler.answered(len(prompt_tokens), final["meta_info"])
+            final = await self._while_alive(self._last_output(request, search))
+            completion = await self._sample(request_id, final, search.stopped, sampling, prefix)
+            self._scheduler.answered(len(tokens), final["meta_info"])
             return completion
         finally:
             self._running.discard(request_id)
             if not self._death.done() and self._engine is not None:
                 self._manager.abort_request(rid=request_id)  # does nothing if it has ended
+
+    def _so_far(self, request_id: str, after: int) -> Partial:
+        """What a request in flight has sampled, without its first `after` tokens. SGLang tells it every few dozen
+        tokens."""
+        state = self._manager.rid_to_state.get(request_id)
+        if state is None:
+            return NO_TOKENS
+        marks, scores = state.customized_info_accumulated.get(MARK, []), state.output_token_logprobs_val
+        end = min(len(state.output_ids), len(scores), len(marks))
+        if end <= after:
+            return NO_TOKENS
+        tokens, new = np.asarray(state.output_ids[after:end], np.int32), np.asarray(scores[after:end], np.float32)
+        return Partial(tokens, new, _spans(marks[after:end]))
 
     async def _while_alive(self, answer: Coroutine[Any, Any, T]) -> T:
         """Waits for an answer of SGLang. Raises EngineDied once a process of SGLang has ended: it would never come."""
@@ -285,43 +306,56 @@ class SglangEngine(VersionedEngine):
         finally:
             asking.cancel()
 
-    async def _last_output(self, request: Any) -> Any:
-        """The output of one request, or the list of outputs of a batch; None if there was none."""
+    async def _last_output(self, request: Any, search: StopSearch | None = None) -> Any:
+        """The output of one request, or the list of outputs of a batch; None if there was none. A request that is
+        streamed has ended once `search` finds a stop string."""
         final = None
         async for output in self._manager.generate_request(request, None):
             final = output
+            if search is not None and search.look(output["output_ids"]):
+                break
         return final
 
-    def _parameters(self, prompt_tokens: int, sampling: Sampling) -> dict[str, Any]:
+    def _parameters(self, prompt_tokens: int, carried: int, sampling: Sampling) -> dict[str, Any]:
         return {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "max_new_tokens": min(sampling.max_response_tokens, self._context - prompt_tokens),
-            "stop": list(sampling.stop) or None,
+            "max_new_tokens": min(sampling.max_response_tokens - carried, self._context - prompt_tokens),
+            "stop": None if carried else list(sampling.stop) or None,
             "stop_token_ids": self._end_of_turn,
         }
 
-    async def _sample(self, request_id: str, final: dict[str, Any] | None, sampling: Sampling) -> Completion:
+    async def _sample(
+        self,
+        request_id: str,
+        final: dict[str, Any] | None,
+        stopped: int | None,
+        sampling: Sampling,
+        prefix: Partial,
+    ) -> Completion:
+        """`stopped`: number of its tokens that a stop string ends after which SGLang did not look for."""
         ended = (final or {}).get("meta_info", {}).get("finish_reason") or {"type": "nothing"}
-        if final is None or ended["type"] not in ("stop", "length"):
+        if final is None or (stopped is None and ended["type"] not in ("stop", "length")):
             raise InvalidState(f"SGLang ended sample {request_id} with {ended}.", "the prompt is issued again.")
         meta = final["meta_info"]
-        tokens = np.asarray(final["output_ids"], dtype=np.int32)
-        if ended["type"] == "stop" and isinstance(ended.get("matched"), str):
-            stop_reason = StopReason.STOP_STRING
+        tokens = np.asarray(final["output_ids"], dtype=np.int32)[:stopped]
+        if stopped is not None or (ended["type"] == "stop" and isinstance(ended.get("matched"), str)):
+            reason = StopReason.STOP_STRING
         else:  # SGLang reports an end-of-turn token that is the last one that fits as "length"
             ends = len(tokens) > 0 and int(tokens[-1]) in self._end_of_turn
-            stop_reason = StopReason.END_OF_TURN if ends else StopReason.LENGTH
-        # With stop strings SGLang has decoded the text already, and cut it.
-        text = str(final["text"]) if sampling.stop else await asyncio.to_thread(self._decode, tokens.tolist())
+            reason = StopReason.END_OF_TURN if ends else StopReason.LENGTH
+        text = str(final["text"])
+        if len(prefix) or not sampling.stop:  # otherwise SGLang has decoded the text already, and cut it
+            whole = [*prefix.tokens.tolist(), *tokens.tolist()]
+            text = await asyncio.to_thread(self._endings.text, whole, sampling, reason)
         return Completion(
             tokens=tokens,
             logprobs=np.asarray([entry[0] for entry in meta["output_token_logprobs"]], dtype=np.float32)[: len(tokens)],
             versions=_spans(meta[MARK][: len(tokens)]),
-            stop_reason=stop_reason,
+            stop_reason=reason,
             text=text,
-        )
+        ).continuing(prefix)
 
     # What VersionedEngine asks of its subclasses.
 

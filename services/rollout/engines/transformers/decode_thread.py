@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from services.rollout.engine import Completion, EngineDied, Sampling
+from services.rollout.engine import Completion, EngineDied, Response, Sampling
 
 if TYPE_CHECKING:
     from services.rollout.engines.transformers.decoding import DecodeLoop
@@ -47,9 +47,11 @@ class DecodeThread:
             raise EngineDied(f"the decode loop ended: {self._decoding.exception()}")
         return self._loop.counts()
 
-    async def complete(self, prompt: Sequence[int], sampling: Sampling) -> Completion | None:
-        """A sample; None if it was aborted. Cancelling the call aborts it. Raises EngineDied, and InvalidState if
-        no version is in place."""
+    async def complete(
+        self, prompt: Sequence[int], sampling: Sampling, response: Response | None = None
+    ) -> Completion | None:
+        """A sample, which continues the prefix of `response`; None if it was aborted. Cancelling the call aborts it.
+        Raises EngineDied, and InvalidState if no version is in place."""
         from services.rollout.engines.transformers.decoding import Request
 
         events = asyncio.get_running_loop()
@@ -58,7 +60,9 @@ class DecodeThread:
         def end(completion: Completion | None) -> None:
             events.call_soon_threadsafe(_settle, ended, completion)
 
-        request = Request(prompt, sampling, end)
+        response = response or Response()
+        request = Request(prompt, sampling, end, response.prefix)
+        response.follow(request.after)
         self._asked.add(ended)
         try:
             self._loop.submit(request)

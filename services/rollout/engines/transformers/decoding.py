@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from millrace.errors import InvalidState
 from millrace.ids import Version
-from services.rollout.engine import Completion, EngineDied, Sampling, StopReason, VersionSpan
+from services.rollout.engine import (
+    NO_TOKENS,
+    Completion,
+    EngineDied,
+    Partial,
+    Sampling,
+    VersionSpan,
+    first_tokens,
+)
+from services.rollout.engines.endings import Endings
 from services.rollout.engines.transformers.decode_batch import DecodeBatch, Routing
 from services.rollout.engines.transformers.distribution import draw, processed_logprobs
 
@@ -23,12 +32,26 @@ class Request:
     prompt: Sequence[int]
     sampling: Sampling
     ended: Callable[[Completion | None], None]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[VersionSpan] = field(default_factory=list)
+    prefix: Partial = NO_TOKENS
+    """The first tokens of the response."""
+    tokens: list[int] = field(init=False)
+    """The response so far, with the prefix."""
+    logprobs: list[float] = field(init=False)
+    versions: list[VersionSpan] = field(init=False)
     experts: list[NDArray[np.integer]] = field(default_factory=list)
     """The experts of all tokens but the last, one array for each forward pass."""
     aborted: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens, self.logprobs = self.prefix.tokens.tolist(), self.prefix.logprobs.tolist()
+        self.versions = list(self.prefix.versions)
+
+    def after(self, tokens: int) -> Partial:
+        """What was sampled after the prefix and `tokens` tokens more. The loop may run meanwhile."""
+        start, end = len(self.prefix) + tokens, len(self.logprobs)  # the log-probability comes last
+        spans = first_tokens(self.versions[:], end)
+        found = Partial(np.asarray(self.tokens[:end], np.int32), np.asarray(self.logprobs[:end], np.float32), spans)
+        return found.after(start)
 
     def grow(self, token: int, logprob: float, version: Version) -> None:
         end = len(self.tokens) + 1
@@ -40,47 +63,23 @@ class Request:
         self.logprobs.append(logprob)
 
 
-@dataclass(frozen=True)
-class Endings:
-    """What ends a response."""
-
-    tokenizer: Any
-    end_of_turn: frozenset[int]
-    context: int
-    """Largest number of tokens of a prompt and its response together."""
-
-    def finished(self, request: Request) -> Completion | None:
-        """The sample of a request, or None while it is not finished."""
-        reason = self._reason(request)
-        if reason is None:
-            return None
-        text = str(self.tokenizer.decode(request.tokens, skip_special_tokens=True))
-        if reason is StopReason.STOP_STRING:
-            # Bytes that are no character alone may form one with those before them; then only the tail shows the stop.
-            found = (at for s in request.sampling.stop if (at := text.find(s)) >= 0)
-            text = text[: min(found, default=len(text))]
-        return Completion(
-            tokens=np.asarray(request.tokens, dtype=np.int32),
-            logprobs=np.asarray(request.logprobs, dtype=np.float32),
-            versions=tuple(request.versions),
-            stop_reason=reason,
-            text=text,
-            experts=np.concatenate(request.experts) if request.experts else None,
-        )
-
-    def _reason(self, request: Request) -> StopReason | None:
-        if request.tokens[-1] in self.end_of_turn:
-            return StopReason.END_OF_TURN
-        if request.sampling.stop and self._stopped(request):
-            return StopReason.STOP_STRING
-        full = len(request.prompt) + len(request.tokens) >= self.context
-        return StopReason.LENGTH if full or len(request.tokens) >= request.sampling.max_response_tokens else None
-
-    def _stopped(self, request: Request) -> bool:
-        # A character has at most four bytes and a token at least one: the tail that a stop string can lie in.
-        tail = 4 * (max(map(len, request.sampling.stop)) + 1)
-        text = self.tokenizer.decode(request.tokens[-tail:], skip_special_tokens=True)
-        return any(stop in text for stop in request.sampling.stop)
+def finished(request: Request, endings: Endings) -> Completion | None:
+    """The sample of a request, or None while it is not finished."""
+    reason = endings.reason(len(request.prompt), request.tokens, request.sampling)
+    if reason is None:
+        return None
+    experts = np.concatenate(request.experts) if request.experts else None
+    if experts is not None and (before := request.prefix.experts) is not None:
+        experts = np.concatenate([before, experts[len(before) :]])
+    return Completion(
+        tokens=np.asarray(request.tokens, dtype=np.int32),
+        logprobs=np.asarray(request.logprobs, dtype=np.float32),
+        versions=tuple(request.versions),
+        stop_reason=reason,
+        text=endings.text(request.tokens, request.sampling, reason),
+        experts=experts,
+        carried=len(request.prefix),
+    )
 
 
 class Pause:
@@ -220,7 +219,7 @@ class DecodeLoop:
         self._grow(torch.cat(logits))
         going = []
         for row, request in enumerate(self._running):
-            if (completion := self._endings.finished(request)) is None:
+            if (completion := finished(request, self._endings)) is None:
                 going.append(row)
             else:
                 request.ended(completion)

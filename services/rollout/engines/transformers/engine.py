@@ -18,7 +18,8 @@ from millrace.ids import Version
 from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
 from millrace.validation.mistakes import options as checked_options
-from services.rollout.engine import Completion, EngineStats, Load, Sampling, compute_threads, end_of_turn
+from services.rollout.engine import Completion, EngineStats, Load, Response, Sampling, compute_threads, end_of_turn
+from services.rollout.engines.endings import Endings
 from services.rollout.engines.options import with_whole_paths
 from services.rollout.engines.transformers.decode_thread import DecodeThread
 from services.rollout.engines.versioned import VersionedEngine
@@ -70,21 +71,22 @@ class TransformersEngine(VersionedEngine):
         from transformers import AutoTokenizer
 
         from services.rollout.engines.transformers.decode_batch import Routing
-        from services.rollout.engines.transformers.decoding import DecodeLoop, Endings
+        from services.rollout.engines.transformers.decoding import DecodeLoop
         from services.rollout.engines.transformers.model import StoredModel, random_model
         from services.rollout.weights.in_worker.receiver import WeightReceiver
 
         options = _options(spec)
         self._model = random_model(spec, options.device, options.attn_implementation)
-        self._tokenizer = AutoTokenizer.from_pretrained(spec.model.path, trust_remote_code=spec.model.trust_remote_code)
         trust = spec.model.trust_remote_code
-        endings = Endings(
-            tokenizer=self._tokenizer,
-            end_of_turn=frozenset(end_of_turn(spec.model.path, self._tokenizer, trust_remote_code=trust)),
+        tokenizer = AutoTokenizer.from_pretrained(spec.model.path, trust_remote_code=trust)
+        self._endings = Endings(
+            tokenizer=tokenizer,
+            end_of_turn=frozenset(end_of_turn(spec.model.path, tokenizer, trust_remote_code=trust)),
             context=spec.data.max_prompt_tokens + spec.rollout.max_response_tokens,
         )
-        routing = Routing(self._model) if spec.algorithm.router_replay else None
-        self._decode_loop = DecodeLoop(self._model, endings, options.max_num_seqs, secrets.randbits(60), routing)
+        self._replays = spec.algorithm.router_replay
+        routing = Routing(self._model) if self._replays else None
+        self._decode_loop = DecodeLoop(self._model, self._endings, options.max_num_seqs, secrets.randbits(60), routing)
         self._receiver = WeightReceiver(StoredModel(self._model, spec))
         self._workers = InProcessWorker(self._receiver)
         device = self._model.device
@@ -101,8 +103,8 @@ class TransformersEngine(VersionedEngine):
             await asyncio.to_thread(self._receiver.close)
             self._model = None
 
-    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
-        completion = await self._thread.complete(prompt_tokens, sampling)
+    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling, response: Response) -> Completion:
+        completion = await self._thread.complete(prompt_tokens, sampling, response)
         if completion is None:
             raise InvalidState("the sample was aborted: no version is in place.", "the prompt is issued again.")
         return completion

@@ -15,6 +15,7 @@ from millrace.ids import Version
 from millrace.validation import limits
 from millrace.validation.mistakes import options as checked_options
 from services.rollout.engine import Completion, PoolModel, Sampling, end_of_turn
+from services.rollout.engines.endings import Endings
 from services.rollout.engines.transformers import scoring
 from services.rollout.engines.transformers.decode_thread import DecodeThread
 
@@ -49,7 +50,7 @@ class TransformersReplies:
         """Loads the model; its decode loop."""
         from transformers import AutoTokenizer
 
-        from services.rollout.engines.transformers.decoding import DecodeLoop, Endings
+        from services.rollout.engines.transformers.decoding import DecodeLoop
         from services.rollout.engines.transformers.model import device_name, load
 
         pool = model.pool

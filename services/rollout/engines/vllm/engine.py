@@ -7,10 +7,10 @@ AsyncLLM starts several processes: EngineCore, and one Worker for each rank. The
 import asyncio
 import gc
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import aclosing
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
@@ -26,95 +26,34 @@ from millrace.spec import JobSpec
 from millrace.spec.rollout import CachePolicy
 from millrace.wire.address import host_address
 from services.rollout.engine import (
+    NO_TOKENS,
     Completion,
     EngineDied,
     EngineStats,
     Load,
+    Partial,
+    Response,
     Sampling,
     StopReason,
     VersionSpan,
     end_of_turn,
+    first_tokens,
 )
 from services.rollout.engines.adapter import AdapterShape, adapter_shape, check_placed
+from services.rollout.engines.endings import Endings, StopSearch
 from services.rollout.engines.versioned import VersionedEngine, samples_that_fit
 from services.rollout.engines.vllm import options as vllm_options
 from services.rollout.engines.vllm.adapter import lora_request
 from services.rollout.engines.vllm.environment import before_start, set_cpu_environment
 from services.rollout.engines.vllm.options import is_whole, parameters, stop_reason
 from services.rollout.engines.vllm.processes import kill_engine, shut_down, start_errors
+from services.rollout.engines.vllm.stats import SchedulerStats
 from services.rollout.engines.vllm.versions import VersionMarks
 from services.rollout.nodes.leader import Leader
 from services.rollout.nodes.place import EngineStart
 from services.rollout.weights.worker_messages import Request, decode_reply, encode
 from services.rollout.weights.worker_methods import BETWEEN_BATCHES
 from services.rollout.weights.worker_rpc import RPC_S, WorkerRpc
-
-
-class SchedulerStats:
-    """Stands where AsyncLLM has its loggers of statistics, and keeps the last numbers."""
-
-    def __init__(self) -> None:
-        self.last: EngineStats | None = None
-        """None before the first step."""
-        self.last_step_s = 0.0
-        """When the last step's tokens arrived (time.perf_counter())."""
-        self._prompt_tokens = self._cached_prompt_tokens = self._preempted = 0
-        self._cleared = self._cleared_left = 0
-        """Requests whose keys and values were cleared by a pause; those of them that may not have begun again yet."""
-        self._others: Any = None
-
-    @property
-    def idle(self) -> EngineStats:
-        """The numbers of an engine that has nothing to do."""
-        return EngineStats(0, 0, 0.0, self._prompt_tokens, self._cached_prompt_tokens, self._preempted)
-
-    def attach(self, llm: Any, *, others: bool) -> None:
-        """Takes the place of the loggers of an AsyncLLM that was built with statistics and has not generated yet.
-        `others`: whether the loggers go on, as the job asks for them; otherwise single outputs are not looked at."""
-        if others:
-            self._others = llm.logger_manager
-        else:
-            llm.log_stats = llm.output_processor.log_stats = False
-        llm.logger_manager = self
-
-    def cleared(self, requests: int) -> None:
-        """A pause made all running requests, at most `requests`, give up their keys and values. vLLM preempts them for
-        that, and counts them like those for which its cache had no room."""
-        self._cleared = self._cleared_left = requests
-
-    def record(self, *arguments: Any, scheduler_stats: Any = None, **named: Any) -> None:
-        """Called by AsyncLLM with the outputs of each step."""
-        self.last_step_s = time.perf_counter()
-        if scheduler_stats is not None:
-            waiting = scheduler_stats.num_waiting_reqs + getattr(scheduler_stats, "num_skipped_waiting_reqs", 0)
-            if (prompts := scheduler_stats.prefix_cache_stats) is not None:
-                self._prompt_tokens += prompts.queries
-                self._cached_prompt_tokens += prompts.hits
-                self._count_preempted(prompts.preempted_requests, waiting)
-            running, used = scheduler_stats.num_running_reqs, float(scheduler_stats.kv_cache_usage)
-            self.last = replace(self.idle, running=running, waiting=waiting, cache_used=used)
-        if self._others is not None:
-            self._others.record(*arguments, scheduler_stats=scheduler_stats, **named)
-
-    def _count_preempted(self, begun_again: int, waiting: int) -> None:
-        """`begun_again`: preempted requests that have a slot again since the last step. Those that a pause preempted
-        come first, so that none of them is left once nothing waits."""
-        by_pause = min(begun_again, self._cleared_left)
-        self._preempted += begun_again - by_pause
-        self._cleared_left -= by_pause
-        if self._cleared_left < self._cleared and waiting == 0:
-            self._cleared = self._cleared_left = 0
-
-    def __getattr__(self, name: str) -> Any:
-        """What else AsyncLLM calls of its loggers: theirs, or nothing."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return _nothing if self._others is None else getattr(self._others, name)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Does nothing."""
-
 
 Arguments = TypeVarTuple("Arguments")
 Answer = TypeVar("Answer")
@@ -168,6 +107,7 @@ class VllmWorkers:
 
 
 log = structlog.get_logger(__name__)
+Spans = tuple[VersionSpan, ...]
 SOFTWARE = ENGINES["vllm"].software
 CONNECT_S = 30.0
 """Longest time until every worker has connected to the replica."""
@@ -249,10 +189,12 @@ class VllmEngine(VersionedEngine):
         self._scheduler.attach(llm, others=not arguments.disable_log_stats)
         if self._marks is not None:
             self._marks.attach(llm)
-        self._tokenizer = llm.get_tokenizer()
+        tokenizer = llm.get_tokenizer()
         self._lora_request = None if self._adapter is None else lora_request()
         trust = spec.model.trust_remote_code
-        self._end_of_turn = end_of_turn(spec.model.path, self._tokenizer, trust_remote_code=trust)
+        self._end_of_turn = end_of_turn(spec.model.path, tokenizer, trust_remote_code=trust)
+        self._endings = Endings(tokenizer, frozenset(self._end_of_turn), config.model_config.max_model_len)
+        self._replays = spec.algorithm.router_replay
         if spec.algorithm.router_replay and (experts := read_shape(Path(spec.model.path)).experts):
             self._replayed = [layer for layer, has in enumerate(experts.layers) if has]
         return llm
@@ -281,28 +223,30 @@ class VllmEngine(VersionedEngine):
         """See `Engine`. vLLM tells nothing while it has nothing to do."""
         return self._scheduler.last if self._running else self._scheduler.idle
 
-    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
+    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling, response: Response) -> Completion:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        request_id = f"sample-{next(self._numbers)}"
+        if self._replays and sampling.stop:
+            response.shorten(0)  # vLLM reports experts only of requests that it ends itself: see `_last_output`
+        request_id, prefix = f"sample-{next(self._numbers)}", response.prefix
         prompt = {
             "type": "token",
-            "prompt_token_ids": list(prompt_tokens),
+            "prompt_token_ids": [*prompt_tokens, *prefix.tokens.tolist()],
             # This request must not reuse cache blocks of an older version.
             "cache_salt": self._cache_key,
         }
-        asked = parameters(sampling, self._end_of_turn)
+        asked = parameters(sampling, self._end_of_turn, carried=len(prefix))
         self._running.add(request_id)
         if self._marks is not None:
             self._marks.began(request_id, self._version)
+        response.follow(partial(self._so_far, request_id))
         try:
-            final = None
+            search = StopSearch(self._endings, sampling, prefix)
             asking = self._llm.generate(prompt, asked, request_id, lora_request=self._lora_request)
-            async for output in asking:
-                final = output
+            final, spans = await self._last_output(request_id, asking, search)
             if self._marks is not None:
                 self._marks.ended(request_id)
-            return await self._sample(request_id, final)
+            return await self._sample(request_id, final, search.stopped, spans, sampling, prefix)
         except EngineDeadError as error:
             raise EngineDied(f"vLLM's engine process ended: {error}") from error
         finally:
@@ -310,22 +254,63 @@ class VllmEngine(VersionedEngine):
             if self._marks is not None:
                 self._marks.forget(request_id)
 
-    async def _sample(self, request_id: str, final: Any) -> Completion:
-        if not is_whole(final):
+    async def _last_output(self, request_id: str, asking: Any, search: StopSearch) -> tuple[Any, Spans]:
+        """The last output of a request. It is aborted once `search` finds a stop string; with the versions up to there,
+        which vLLM does not report of an aborted request."""
+        final, spans = None, Spans()
+        async with aclosing(asking) as outputs:
+            async for output in outputs:
+                final = output
+                if search.look(output.outputs[0].token_ids):
+                    spans = self._spans(request_id, output.outputs[0], search.stopped or 0)
+                    if spans:  # otherwise the request has ended meanwhile, and its last output reports them
+                        break
+        return final, spans
+
+    async def _sample(
+        self, request_id: str, final: Any, stopped: int | None, spans: Spans, sampling: Sampling, prefix: Partial
+    ) -> Completion:
+        """`stopped`: number of its tokens, which have the versions `spans`, that a stop string ends after which vLLM
+        did not look for."""
+        if stopped is None and not is_whole(final):
             reason = "nothing" if final is None else final.outputs[0].finish_reason
             raise InvalidState(f"vLLM ended sample {request_id} with {reason}.", "the prompt is issued again.")
         output = final.outputs[0]
-        tokens, ended = np.asarray(output.token_ids, dtype=np.int32), stop_reason(output)
-        stopped = ended is StopReason.STOP_STRING
-        text = output.text if stopped else await asyncio.to_thread(self._decode, output.token_ids)
+        tokens = np.asarray(output.token_ids, dtype=np.int32)[:stopped]
+        ended = stop_reason(output) if stopped is None else StopReason.STOP_STRING
+        text = output.text
+        if len(prefix) or ended is not StopReason.STOP_STRING:
+            whole = [*prefix.tokens.tolist(), *tokens.tolist()]
+            text = await asyncio.to_thread(self._endings.text, whole, sampling, ended)
         return Completion(
             tokens=tokens,
-            logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
-            versions=self._spans(request_id, output, len(tokens)),
+            logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32)[: len(tokens)],
+            versions=spans or self._spans(request_id, output, len(tokens)),
             stop_reason=ended,
             text=text,
             experts=self._experts(output),
-        )
+        ).continuing(prefix)
+
+    def _so_far(self, request_id: str, after: int) -> Partial:
+        """What a request in flight has sampled, without its first `after` tokens."""
+        processor = self._llm.output_processor
+        found = [processor.request_states.get(name) for name in processor.external_req_ids.get(request_id, ())]
+        if not found or found[0] is None:
+            return NO_TOKENS
+        state = found[0]
+        logprobs = state.logprobs_processor.logprobs.logprobs
+        end = min(state.detokenizer.num_output_tokens(), len(logprobs))
+        if end <= after:
+            return NO_TOKENS
+        if self._marks is not None:
+            spans = self._marks.spans(request_id, end)
+        else:
+            starts = state.weight_version_starts
+            ends = [start for _, start in starts[1:]] + [end]
+            spans = tuple(VersionSpan(Version(int(v)), s, e) for (v, s), e in zip(starts, ends, strict=True))
+        tokens, scores = state.detokenizer.output_token_ids[after:end], logprobs[after:end]
+        known = Partial(np.zeros(end, np.int32), np.zeros(end, np.float32), first_tokens(spans, end)).after(after)
+        return Partial(np.asarray(tokens, np.int32), np.asarray(scores, np.float32), known.versions)
 
     def _experts(self, output: Any) -> Any:
         """The experts of the replayed layers. vLLM reports all layers, those without experts too."""
@@ -334,10 +319,15 @@ class VllmEngine(VersionedEngine):
         reported = output.routed_experts
         return reported if reported.shape[1] == len(self._replayed) else reported[:, self._replayed]
 
-    def _spans(self, request_id: str, output: Any, tokens: int) -> tuple[VersionSpan, ...]:
+    def _spans(self, request_id: str, output: Any, tokens: int) -> Spans:
+        """The versions of a request's first `tokens` tokens; none if vLLM does not tell them any more, or not yet."""
         if self._marks is not None:
             return self._marks.spans(request_id, tokens)
-        return tuple(VersionSpan(Version(int(s.version)), s.start, s.end) for s in output.weight_versions)
+        if output.weight_versions is None:  # vLLM reports them at the end
+            so_far = self._so_far(request_id, 0)
+            return so_far.first(tokens).versions if len(so_far) >= tokens else ()
+        spans = [VersionSpan(Version(int(s.version)), s.start, s.end) for s in output.weight_versions]
+        return first_tokens(spans, tokens)
 
     # What VersionedEngine asks of its subclasses.
 

@@ -181,8 +181,9 @@ def check_api(llm: type, client: type) -> None:
         raise InvalidState(what, f"install vLLM {software.oldest_tested} or newer.")
 
 
-def parameters(sampling: Sampling, end_of_turn: Sequence[int]) -> Any:
-    """SamplingParams for a sample that any of the tokens `end_of_turn` ends."""
+def parameters(sampling: Sampling, end_of_turn: Sequence[int], *, carried: int = 0) -> Any:
+    """SamplingParams for a sample that any of the tokens `end_of_turn` ends. `carried`: tokens that it has already. A
+    stop string may begin in them, and vLLM would not see it: its output comes token by token then, without text."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -190,14 +191,14 @@ def parameters(sampling: Sampling, end_of_turn: Sequence[int]) -> Any:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        max_tokens=sampling.max_response_tokens,
-        stop=list(sampling.stop),
+        max_tokens=sampling.max_response_tokens - carried,
+        stop=[] if carried else list(sampling.stop),
         stop_token_ids=list(end_of_turn),
         logprobs=0,
         flat_logprobs=True,
         # Only stop strings need the text token by token.
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        detokenize=bool(sampling.stop) and not carried,
+        output_kind=RequestOutputKind.CUMULATIVE if carried and sampling.stop else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
 

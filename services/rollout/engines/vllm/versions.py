@@ -70,8 +70,9 @@ class VersionMarks:
             marks.append((version, count))
 
     def spans(self, request_id: str, tokens: int) -> tuple[VersionSpan, ...]:
-        """The versions of the first `tokens` response tokens of a request that has ended."""
-        marks = [(v, start) for v, start in self._ended[request_id] if start < tokens]
+        """The versions of the first `tokens` response tokens of a request."""
+        known = self._ended[request_id] if request_id in self._ended else self._marks[request_id]
+        marks = [(v, start) for v, start in known if start < tokens]
         ends = [start for _, start in marks[1:]] + [tokens]
         return tuple(VersionSpan(v, start, end) for (v, start), end in zip(marks, ends, strict=True))
 

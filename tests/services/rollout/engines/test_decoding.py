@@ -7,7 +7,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 
 from services.rollout.engine import Sampling, StopReason
-from services.rollout.engines.transformers.decoding import Endings, Request
+from services.rollout.engines.endings import Endings
+from services.rollout.engines.transformers.decoding import Request, finished
 from services.rollout.engines.transformers.distribution import draw, processed_logprobs
 
 
@@ -46,6 +47,6 @@ def test_a_stop_that_only_the_tail_shows_ends_the_answer_whole() -> None:
     request = Request([1], Sampling(100, stop=("\n\n",)), lambda _: None)
     request.tokens = [0xE4, *b" " * 12, *b"\n\n"]
     request.logprobs = [0.0] * len(request.tokens)
-    sample = Endings(Bytes(), frozenset(), 1000).finished(request)
+    sample = finished(request, Endings(Bytes(), frozenset(), 1000))
     assert sample is not None and sample.stop_reason is StopReason.STOP_STRING
     assert sample.text == Bytes().decode(request.tokens, True) and "\n\n" not in sample.text

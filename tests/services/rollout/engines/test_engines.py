@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,11 @@ from services.rollout.engine import (
     Engine,
     EngineDied,
     EngineStats,
+    Response,
     Sampling,
     StopReason,
     VersionSpan,
+    joined,
 )
 from services.rollout.engines import create
 from services.rollout.engines.vllm.versions import VersionMarks
@@ -324,6 +326,86 @@ def test_stop_string_ends_a_sample_and_is_not_in_its_text(case: Case, run: Run) 
     assert stopped.text == whole.text[:at]
     assert list(stopped.tokens) == list(whole.tokens[: len(stopped.tokens)])
     assert len(stopped.logprobs) == len(stopped.tokens) < len(whole.tokens)
+
+
+SAMPLINGS = {
+    "length": Sampling(24, temperature=0.0),
+    "stop string": Sampling(40, temperature=0.0, stop=("never to be", "?")),
+    "context": Sampling(500, temperature=0.0),
+}
+
+
+@pytest.mark.parametrize("ending", SAMPLINGS)
+def test_a_continued_answer_is_the_one_without_a_cut(case: Case, run: Run, ending: str) -> None:
+    prompt = [257, *b"x" * 379] if ending == "context" else PROMPT
+    sampling = SAMPLINGS[ending]
+    (whole,) = run(case.samples(1, prompt, temperature=0.0, max_response_tokens=40))
+    if ending == "stop string":
+        # Of several tokens: some cuts are inside it.
+        sampling = replace(sampling, stop=("never to be", whole.text[9:14]))
+    whole = run(case.engine.generate(prompt, sampling))
+    assert ending != "stop string" or whole.stop_reason is StopReason.STOP_STRING
+    counts = range(1, len(whole.tokens) + 1)
+
+    async def continued() -> list[Completion]:
+        prefixes = [Response(whole.partial.first(count)) for count in counts]
+        return list(await asyncio.gather(*(case.engine.generate(prompt, sampling, one) for one in prefixes)))
+
+    for count, sample in zip(counts, run(continued()), strict=True):
+        assert (sample.carried, sample.versions) == (count, whole.versions)
+        assert list(sample.logprobs[:count]) == list(whole.logprobs[:count])
+        if case.dtype == torch.float32 and case.engine.device == "cpu":
+            assert list(sample.tokens) == list(whole.tokens)
+            assert (sample.text, sample.stop_reason) == (whole.text, whole.stop_reason)
+            assert np.abs(sample.logprobs - whole.logprobs).max() < 1e-3
+
+
+def test_a_prefix_that_is_a_whole_answer_is_the_answer(case: Case, run: Run) -> None:
+    samples = run(case.samples(48, PROMPT, max_response_tokens=100))
+    ended = next(s for s in samples if s.stop_reason is StopReason.END_OF_TURN)
+    again = run(case.engine.generate(PROMPT, Sampling(100), Response(ended.partial)))
+    assert (list(again.tokens), list(again.logprobs)) == (list(ended.tokens), list(ended.logprobs))
+    assert (again.text, again.stop_reason, again.versions) == (ended.text, ended.stop_reason, ended.versions)
+
+
+def test_an_answer_is_followed_and_continued_under_other_weights(case: Case, run: Run) -> None:
+    before, first = case.model, case.version
+    parts = []
+
+    async def cut() -> None:
+        sampling = Sampling(200, temperature=2.0)
+        responses = [Response() for _ in range(8)]
+        asked = [asyncio.create_task(case.engine.generate(LONG_PROMPT, sampling, one)) for one in responses]
+        for least in (3, 12):
+            while not any(len(one.after(0)) >= least for one in responses):  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.001)
+            parts.append([one.after(0) for one in responses])
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    run(cut())
+    for early, late in zip(*parts, strict=True):
+        assert list(early.tokens) == list(late.first(len(early)).tokens)
+        assert joined(early.versions, late.after(len(early)).versions) == late.versions
+    run(case.publish())
+
+    async def go_on() -> list[Completion]:
+        responses = [Response(part) for part in parts[1]]
+        sampling = Sampling(200, temperature=2.0)
+        samples = await asyncio.gather(*(case.engine.generate(LONG_PROMPT, sampling, one) for one in responses))
+        for sample, response in zip(samples, responses, strict=True):
+            assert list(response.after(0).tokens) == list(sample.tokens)
+            assert list(response.after(sample.carried + 1).tokens) == list(sample.tokens[sample.carried + 1 :])
+        return samples
+
+    for part, sample in zip(parts[1], run(go_on()), strict=True):
+        assert sample.carried == len(part) and list(sample.tokens[: len(part)]) == list(part.tokens)
+        spans = [(first, 0, len(part)), (case.version, len(part), len(sample.tokens))]
+        assert [(v.version, v.start, v.end) for v in sample.versions] == [span for span in spans if span[1] < span[2]]
+        old = logprobs(before, LONG_PROMPT, sample.tokens, temperature=2.0)
+        new = logprobs(case.model, LONG_PROMPT, sample.tokens, temperature=2.0)
+        assert case.agrees(sample.logprobs, [*old[: len(part)], *new[len(part) :]])
 
 
 def test_context_ends_a_sample(case: Case, run: Run) -> None:

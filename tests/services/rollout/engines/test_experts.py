@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from millrace.errors import InvalidJob
 from millrace.weights.plans.manifest import Manifest
-from services.rollout.engine import Completion, Engine, Sampling
+from services.rollout.engine import Completion, Engine, Response, Sampling
 from services.rollout.engines import create
 from services.rollout.engines.transformers.decode_batch import Routing
 from tests.models import byte_tokenizer
@@ -122,6 +122,11 @@ def test_experts_are_told_where_the_trainer_is_to_replay_them(kind: str, run: Ru
             await receive(engine, Sender(load_file(tmp_path / "model.safetensors"), version=1))
             prompts = [PROMPT, [*PROMPT, *PROMPT], PROMPT[:4]]
             samples = await asyncio.gather(*(engine.generate(p, Sampling(12 + 5 * i)) for i, p in enumerate(prompts)))
+            prompts *= 2
+            for prompt, sample in zip(prompts, list(samples), strict=False):
+                # Without experts, as they were reported with neither of the parts.
+                rest = Response(sample.partial.first(max(1, len(sample.tokens) // 2)))
+                samples.append(await engine.generate(prompt, Sampling(24), rest))
         finally:
             await engine.stop()
         for told, expected in experts_of(model, prompts, samples):

@@ -16,7 +16,7 @@ from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import MemberId, Version
 from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.weights.plans.manifest import Manifest
-from services.rollout.engine import Completion, EngineDied, Sampling, StopReason
+from services.rollout.engine import Completion, EngineDied, Response, Sampling, StopReason
 from services.rollout.engines.transformers.decoding import DecodeLoop, Request
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.versioned import Incoming, VersionedEngine
@@ -199,7 +199,7 @@ class FakeEngine(VersionedEngine):
         self.begun: list[str] = []
         self._version = Version(1)
 
-    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
+    async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling, response: Response) -> Completion:
         self.begun.append(self._cache_key)
         await self.may_sample.wait()
         return Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), (), StopReason.LENGTH, "")

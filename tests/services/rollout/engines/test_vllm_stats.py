@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from services.rollout.engines.vllm.engine import SchedulerStats
+from services.rollout.engines.vllm.stats import SchedulerStats
 
 
 def step(stats: SchedulerStats, begun_again: int, waiting: int = 0) -> int:

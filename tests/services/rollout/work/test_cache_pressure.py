@@ -12,7 +12,7 @@ from millrace.wire.arrays import unpack_logprobs, unpack_tokens
 from services.rollout.engine import Completion, EngineStats, Sampling
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.versioned import VersionedEngine
-from services.rollout.engines.vllm.engine import SchedulerStats
+from services.rollout.engines.vllm.stats import SchedulerStats
 from tests.models import random_model
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.jobs import ENGINE_OPTIONS, job_spec
