@@ -59,11 +59,17 @@ STREAM_TIMEOUT_S = 60.0
 """Seconds without a line after which an event stream is opened again; the coordinator sends comments more often."""
 
 
+def default_url() -> str:
+    """Of the local stack."""
+    return DEFAULT_URL if not os.environ.get("MILLRACE_TLS_CA") else DEFAULT_URL.replace("http:", "https:")
+
+
 class Client:
     """Calls to one coordinator.
 
     `url` is MILLRACE_URL unless given, or else that of the local stack. `token` is the secret that the services share,
-    MILLRACE_TOKEN unless given. `timeout_s` limits one request; `patience_s` limits how long a call is repeated.
+    MILLRACE_TOKEN unless given. MILLRACE_TLS_* name the files of TLS for an https
+    address. `timeout_s` limits one request; `patience_s` limits how long a call is repeated.
     """
 
     def __init__(
@@ -74,7 +80,7 @@ class Client:
         timeout_s: float = TIMEOUT_S,
         patience_s: float = 10.0,
     ) -> None:
-        self.url = (url or os.environ.get("MILLRACE_URL") or DEFAULT_URL).rstrip("/")
+        self.url = (url or os.environ.get("MILLRACE_URL") or default_url()).rstrip("/")
         self._token = token
         self._timeout_s = timeout_s
         self._patience_s = patience_s
@@ -245,6 +251,7 @@ class Client:
             import httpx
 
             from millrace.wire.reach import may_take_proxy
+            from millrace.wire.tls import verifying
 
             secret = self._secret()
             try:
@@ -256,6 +263,7 @@ class Client:
                     headers={"Authorization": f"Bearer {secret}"} if secret else {},
                     timeout=self._timeout_s,
                     trust_env=may_take_proxy(self.url),
+                    verify=verifying(),
                 )
             except (ValueError, httpx.InvalidURL) as error:
                 fix = f"give an address like {DEFAULT_URL} with --url or MILLRACE_URL."
@@ -338,6 +346,13 @@ class Client:
             raise errors.MillraceError(what, fix) from error
 
     def _unreachable(self, error: Exception, method: str, path: str) -> errors.Unavailable:
+        from millrace.wire.tls.faults import diagnose
+
+        with contextlib.suppress(ValueError):  # of a port that is none
+            address = urlsplit(self.url)
+            port = address.port or (443 if address.scheme == "https" else 80)
+            if (fault := diagnose(address.hostname or "", port, encrypted=address.scheme == "https")) is not None:
+                return fault
         return errors.Unavailable(
             f"the coordinator at {self.url} did not answer {method} {path} within {self._patience_s:g} s: {error}.",
             "start one with `millrace up`, or give its address with --url or MILLRACE_URL.",

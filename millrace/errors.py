@@ -137,6 +137,17 @@ class Unavailable(MillraceError):
     """A service or store that is needed did not answer in time."""
 
 
+class Untrusted(Unavailable):
+    """Two sides do not trust each other: one speaks plaintext, or a certificate is missing, expired, revoked, signed by
+    another CA or for another name. It is tried again as what is unavailable is: files of TLS are read when they change.
+    """
+
+    def __init__(self, what: str, fix: str = "", fault: str = "") -> None:
+        super().__init__(what, fix)
+        self.fault = fault
+        """A `TlsFault`; empty where the other side says it in words only."""
+
+
 class NonFinite(MillraceError):
     """NaN or infinity in log-probabilities, rewards, advantages or gradients; names the trajectory."""
 

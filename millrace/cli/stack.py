@@ -46,9 +46,9 @@ def up(
     A service that dies is started again, a limited number of times. Ctrl-C stops all services in order and leaves no
     process behind; a second Ctrl-C does not wait.
     """
-    from millrace.wire.address import require_token  # imports gRPC
+    from millrace.wire.address import require_protection  # imports gRPC
 
-    require_token(http_host, insecure=insecure)
+    require_protection(http_host, insecure=insecure)
     options = StackOptions(
         state=str(state.resolve()),
         replicas=replicas,

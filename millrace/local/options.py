@@ -9,6 +9,7 @@ from pathlib import Path
 
 from millrace.engines import ENGINES, unknown_engine
 from millrace.errors import InvalidState
+from millrace.wire.tls import scheme
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class StackOptions:
     @property
     def url(self) -> str:
         host = "127.0.0.1" if self.http_host in ("0.0.0.0", "::") else self.http_host
-        return f"http://{host}:{self.http_port}"
+        return f"{scheme()}://{host}:{self.http_port}"
 
     @property
     def engines(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Addresses: how others reach this host, where a server listens, and who may reach a server without a token."""
+"""Addresses: how others reach this host, where a server listens, and what a server needs that other hosts reach."""
 
 import os
 import socket
@@ -11,6 +11,7 @@ import typer
 from millrace.errors import InvalidState
 from millrace.wire.channel import token
 from millrace.wire.reach import is_loopback
+from millrace.wire.tls import identity
 
 log = structlog.get_logger(__name__)
 EVERYWHERE = "0.0.0.0"
@@ -23,7 +24,7 @@ HostOption = Annotated[
 InsecureOption = Annotated[
     bool,
     typer.Option(
-        "--insecure", envvar="MILLRACE_INSECURE", help="Serve other hosts without a token: anybody there may call."
+        "--insecure", envvar="MILLRACE_INSECURE", help="Serve other hosts without a token or TLS: anybody may call."
     ),
 ]
 
@@ -72,14 +73,24 @@ def bind_address(host: str) -> str:
     return host if is_loopback(host) else EVERYWHERE
 
 
-def require_token(*hosts: str, insecure: bool) -> None:
-    """Refuses to serve other hosts without a token: a job names code that is run. `hosts`: where the service listens.
-    `insecure`: whoever starts the service wants that. Raises InvalidState."""
+def require_protection(*hosts: str, insecure: bool) -> None:
+    """Refuses to serve other hosts without a token, as a job names code that is run, and without TLS unless
+    MILLRACE_PLAINTEXT=1 says that the network is trusted. `hosts`: where the service listens. `insecure`: whoever
+    starts the service wants neither. Raises InvalidState, also for files of TLS that cannot be used."""
+    encrypted = identity() is not None or os.environ.get("MILLRACE_PLAINTEXT", "") in ("1", "true")
     exposed = [host for host in dict.fromkeys(hosts) if not is_loopback(host)]
-    if not exposed or token():
+    if not exposed or (token() and encrypted):
         return
-    what = f"no token is set, and other hosts can reach {', '.join(exposed)}: whoever does could run code here."
-    fix = "set MILLRACE_TOKEN, the same for all services and clients, or serve this host alone (127.0.0.1)"
+    where = ", ".join(exposed)
+    if not token():
+        what = f"no token is set, and other hosts can reach {where}: whoever does could run code here."
+        fix = "set MILLRACE_TOKEN, the same for all services and clients, or serve this host alone (127.0.0.1)"
+    else:
+        what = f"TLS is not set up, and other hosts can reach {where}: tokens, prompts and weights could be read there."
+        fix = (
+            "set MILLRACE_TLS_CERT, MILLRACE_TLS_KEY and MILLRACE_TLS_CA (docs/security.md), or MILLRACE_PLAINTEXT=1"
+            " if nobody else is on the network, or serve this host alone (127.0.0.1)"
+        )
     if not insecure:
-        raise InvalidState(what, f"{fix}; --insecure starts without a token.")
+        raise InvalidState(what, f"{fix}; --insecure starts without a token and without TLS.")
     log.warning(what, fix=fix)

@@ -6,25 +6,33 @@ reply = await coordinator.call(FleetRpc.Heartbeat, request)
 
 import asyncio
 import json
+import math
 import os
 import random
 import re
+import time
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
 from millrace.contracts.method import Request, Response, Streaming, Unary
-from millrace.errors import InvalidState, Unavailable
+from millrace.errors import InvalidState, MillraceError, Unavailable, Untrusted
 from millrace.telemetry.spans.context import outgoing
 from millrace.wire.deadlines import DEADLINES_S
-from millrace.wire.status import error_of
+from millrace.wire.status import answered, error_of
+from millrace.wire.tls import Identity, identity
+from millrace.wire.tls.faults import diagnose
 
 MAX_MESSAGE_BYTES = 1 << 30
 """Largest answer that a caller takes. What a server takes is its own choice."""
 PROTOCOL_VERSION = 1
 """Two services talk to each other only if theirs are equal. Raised with every change of meaning on the wire."""
 
+DIAGNOSE_EVERY_S = 10.0
+"""How soon a connection is diagnosed again, while calls to its address fail."""
+RETIRE_S = 3600.0
+"""How long calls may go on over a channel whose files of TLS have been replaced."""
 OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # by default http_proxy counts, for the loopback too
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -72,23 +80,18 @@ class Peer:
     def __init__(self, address: str, deadlines: Mapping[str, float] = DEADLINES_S) -> None:
         self.address = address
         self.deadlines = deadlines
-        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self._identity = identity()
+        self._line = _Line(address, self._identity)
+        self._diagnosed = (-math.inf, cast(Untrusted | None, None))
+        """When a connection was diagnosed last, and what was found."""
         secret = token()
         self._metadata = (("authorization", f"Bearer {secret}"),) if secret else ()
-        self._calls: dict[str, Any] = {}
-        """The channel's callable for each method."""
 
     async def call(self, method: Unary[Request, Response], request: Request, *, attempts: int = 1) -> Response:
         """One unary call, within its deadline. With `attempts` > 1, for idempotent calls only, an address that cannot
         be reached is tried again, after waits that grow to at most 2 s."""
         deadline_s = self.deadlines[method.key]
-        if method.key not in self._calls:
-            self._calls[method.key] = self._channel.unary_unary(
-                method.path,
-                request_serializer=method.request.SerializeToString,
-                response_deserializer=method.response.FromString,
-            )
-        call = self._calls[method.key]
+        call = (await self._current()).unary(method)
         for attempt in range(1, attempts + 1):
             try:
                 reply: Response = await call(request, timeout=deadline_s, metadata=(*self._metadata, *outgoing()))
@@ -96,7 +99,7 @@ class Peer:
             except grpc.aio.UsageError as failure:  # the channel was closed before the call began
                 raise Unavailable(f"the channel to {self.address} was closed before {method.key}.") from failure
             except grpc.aio.AioRpcError as failure:
-                error = error_of(failure, self.address, method.key, deadline_s)
+                error = await self._explained(failure, error_of(failure, self.address, method.key, deadline_s))
                 if not isinstance(error, Unavailable) or attempt == attempts:
                     raise error from failure
             await asyncio.sleep(min(2.0, 0.1 * 2**attempt) * random.uniform(0.5, 1.0))
@@ -105,7 +108,7 @@ class Peer:
     async def stream(self, method: Streaming[Request, Response], request: Request) -> AsyncIterator[Response]:
         """The replies of one server-streaming call, within its deadline."""
         deadline_s = self.deadlines[method.key]
-        call = self._channel.unary_stream(
+        call = (await self._current()).channel.unary_stream(
             method.path,
             request_serializer=method.request.SerializeToString,
             response_deserializer=method.response.FromString,
@@ -114,7 +117,78 @@ class Peer:
             async for reply in call(request, timeout=deadline_s, metadata=(*self._metadata, *outgoing())):
                 yield reply
         except grpc.aio.AioRpcError as failure:
-            raise error_of(failure, self.address, method.key, deadline_s) from failure
+            raise await self._explained(failure, error_of(failure, self.address, method.key, deadline_s)) from failure
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._line.close()
+
+    async def _current(self) -> "_Line":
+        """The channel with the files of TLS as they are now. Raises Untrusted."""
+        own = self._identity
+        if own is None or (own.refresh().number == self._line.number and self._line.checked):
+            return self._line
+        if own.number != self._line.number:
+            self._line.retire()
+            self._line = _Line(self.address, own)
+        if own.contents.crl:  # gRPC itself looks at no list of revoked certificates
+            error = await self._diagnose()
+            if error is not None:
+                raise error
+        self._line.checked = True
+        return self._line
+
+    async def _explained(self, failure: grpc.aio.AioRpcError, error: MillraceError) -> MillraceError:
+        """The error of a call, or the fault of TLS that it comes from."""
+        if failure.code() is not grpc.StatusCode.UNAVAILABLE or answered(failure):
+            return error
+        at, known = self._diagnosed
+        if time.monotonic() - at > DIAGNOSE_EVERY_S:
+            known = await self._diagnose()
+            self._diagnosed = time.monotonic(), known
+        return error if known is None else known
+
+    async def _diagnose(self) -> Untrusted | None:
+        host, _, port = self.address.rpartition(":")
+        if not port.isdecimal():
+            return None
+        return await asyncio.to_thread(diagnose, host, int(port))
+
+
+class _Line:
+    """A channel with the files of TLS of one moment."""
+
+    def __init__(self, address: str, own: Identity | None) -> None:
+        self.channel, self.number = open_channel(grpc.aio, address), 0 if own is None else own.number
+        self.checked = False
+        """Whether the server's certificate was looked up in the list of revoked ones."""
+        self._calls: dict[str, Any] = {}
+        """The channel's callable for each method."""
+
+    def unary(self, method: Unary[Request, Response]) -> Any:
+        if method.key not in self._calls:
+            self._calls[method.key] = self.channel.unary_unary(
+                method.path,
+                request_serializer=method.request.SerializeToString,
+                response_deserializer=method.response.FromString,
+            )
+        return self._calls[method.key]
+
+    def retire(self) -> None:
+        """Closes the channel when the calls in progress have ended."""
+        closing = asyncio.create_task(self.channel.close(RETIRE_S))
+        _RETIRING.add(closing)
+        closing.add_done_callback(_RETIRING.discard)
+
+    async def close(self) -> None:
+        await self.channel.close()
+
+
+_RETIRING: set["asyncio.Task[None]"] = set()
+
+
+def open_channel(module: Any, address: str) -> Any:
+    """A channel of `module`, grpc or grpc.aio, to a service of this deployment: by TLS where this process has it."""
+    own = identity()
+    if own is None:
+        return module.insecure_channel(address, options=OPTIONS)
+    return module.secure_channel(address, own.channel_credentials(), options=[*OPTIONS, *own.channel_options()])

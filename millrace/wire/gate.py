@@ -20,6 +20,7 @@ from millrace.contracts.field_rules import check
 from millrace.errors import Fenced, InvalidRequest, MillraceError, NotFound, Unavailable
 from millrace.telemetry.spans.context import enter, incoming
 from millrace.wire.status import status_of
+from millrace.wire.tls import Identity
 
 EVERY_S = 10.0
 """Equal incidents within this time are one line, with their number."""
@@ -66,10 +67,12 @@ def unobserved(path: str, code: str, seconds: float) -> None:
 
 
 class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Admits callers that have `token` (empty: every caller), and turns the errors of handlers into statuses."""
+    """Admits callers that have `token` (empty: every caller) and, by TLS, a certificate that holds; turns the errors of
+    handlers into statuses."""
 
-    def __init__(self, token: str, observe: Observe = unobserved) -> None:
+    def __init__(self, token: str, observe: Observe = unobserved, own: Identity | None = None) -> None:
         self._observe = observe
+        self._own = own
         self.serving = False
         """What the health check answers to callers without the token."""
         self._expected = f"Bearer {token}".encode() if token else b""
@@ -125,6 +128,8 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no typ
         enter(incoming(dict(context.invocation_metadata() or ())))
         began, code = time.perf_counter(), grpc.StatusCode.OK
         try:
+            if self._own is not None:
+                self._check_certificate(context)
             yield
         except asyncio.CancelledError:
             code = grpc.StatusCode.CANCELLED
@@ -142,6 +147,12 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no typ
         finally:
             self._calls -= 1
             self._observe(method, code.name, time.perf_counter() - began)
+
+    def _check_certificate(self, context: grpc.aio.ServicerContext) -> None:
+        """A handshake checks the certificate once, and its connection may last for weeks. Raises Untrusted."""
+        assert self._own is not None
+        for pem in context.auth_context().get("x509_pem_cert", ()):
+            self._own.refresh().callers.check(pem)
 
     async def _request(self, raw: AsyncIterator[bytes], handler: Any) -> Any:
         """The message of the call; for a method that takes a stream, all its messages as they come."""

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import json
 import socket
+import ssl
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -10,8 +12,11 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from millrace.errors import Unavailable
+from millrace.errors import Unavailable, Untrusted
+from millrace.wire.tls import Identity, Use, identity, server_context
 
+FORBIDDEN = "urn:millrace:problem:forbidden"
+"""As in `millrace/rest/`."""
 GRACE_S = 5.0
 """Time for requests in progress when the service stops."""
 
@@ -19,23 +24,28 @@ GRACE_S = 5.0
 class HttpServer(uvicorn.Server):
     """Serves an ASGI application until `should_exit` is set."""
 
-    def __init__(self, app: object, keep_alive_s: int = 5, backlog: int = 2048) -> None:
-        """`keep_alive_s`: how long a connection without a request is kept."""
+    def __init__(
+        self, app: object, keep_alive_s: int = 5, backlog: int = 2048, *, certificate_required: bool = False
+    ) -> None:
+        """`keep_alive_s`: how long a connection without a request is kept. `certificate_required`: callers need one by
+        TLS, which is spoken where this process has it. Raises InvalidState where it has no certificate itself."""
+        context = server_context(Use.HTTP_MEMBERS if certificate_required else Use.HTTP)
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http=PatientProtocol,
+                http=type("_Protocol", (PatientProtocol,), {"own": identity()}),
                 log_config=None,
                 access_log=False,
                 backlog=backlog,
                 timeout_keep_alive=keep_alive_s,
                 timeout_graceful_shutdown=int(GRACE_S),
+                ssl_context_factory=None if context is None else lambda config, default: context,
             )
         )
 
     async def serve_also(self, listener: socket.socket) -> asyncio.Server:
-        """Answers requests at another listening socket too, until the server that is returned is closed. `serve` has
-        begun."""
+        """Answers requests at another listening socket of this host too, in plaintext, until the returned server is
+        closed. `serve` has begun."""
         create = partial(
             PatientProtocol, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
@@ -80,9 +90,15 @@ class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uv
     _unfinished = 0
     """Bytes of headers, or of an unwanted body, since the last request began."""
     _look: asyncio.TimerHandle | None = None
+    own: Identity | None = None
+    """The identity of the server."""
+    _certificate = b""
+    """Of the caller, in DER; empty: none was shown."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        if (encrypted := transport.get_extra_info("ssl_object")) is not None:
+            self._certificate = encrypted.getpeercert(binary_form=True) or b""
         self._look_again(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -91,6 +107,10 @@ class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uv
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._certificate and self._between_requests and (error := self._refusal()) is not None:
+            self.transport.write(error)
+            self.transport.close()
+            return
         before = self.cycle
         super().data_received(data)
         if not self._between_requests or self.cycle is not before:
@@ -99,6 +119,18 @@ class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uv
         self._unfinished += len(data)
         if self._unfinished > (LARGEST_REST if before is not None and before.more_body else LARGEST_HEAD):
             self.transport.abort()
+
+    def _refusal(self) -> bytes | None:
+        """The answer to a caller whose certificate does not hold any more."""
+        try:
+            if self.own is not None:
+                self.own.refresh().callers.check(ssl.DER_cert_to_PEM_cert(self._certificate).encode())
+        except Untrusted as error:
+            problem = {"type": FORBIDDEN, "title": "forbidden", "status": 403, "detail": error.what, "fix": error.fix}
+            body = json.dumps(problem | {"mistakes": []}).encode()
+            head = f"HTTP/1.1 403 Forbidden\r\nContent-Type: application/problem+json\r\nContent-Length: {len(body)}"
+            return f"{head}\r\nConnection: close\r\n\r\n".encode() + body
+        return None
 
     @property
     def _between_requests(self) -> bool:

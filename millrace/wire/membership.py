@@ -13,7 +13,7 @@ import structlog
 from millrace.contracts.method import Request, Response, Unary
 from millrace.contracts.methods import FleetRpc
 from millrace.contracts.v1 import fleet_pb2
-from millrace.errors import InvalidRequest, InvalidState, MillraceError, NotFound, Unavailable
+from millrace.errors import InvalidRequest, InvalidState, MillraceError, NotFound, Unavailable, Untrusted
 from millrace.ids import MemberId
 from millrace.wire import last_words
 from millrace.wire.channel import Peer
@@ -115,7 +115,8 @@ class Membership:
                 waited_s = time.monotonic() - since
                 if waited_s > self._patience_s:
                     what = f"the coordinator has not answered for {waited_s:.0f} s: {error.what}"
-                    raise Unavailable(what, "start it, or give its address with --coordinator.") from error
+                    fix = "start it, or give its address with --coordinator."
+                    raise Unavailable(what, error.fix if isinstance(error, Untrusted) else fix) from error
                 log.warning("waiting for the coordinator", method=method.name, error=str(error))
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_RETRY_S)

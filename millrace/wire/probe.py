@@ -5,13 +5,13 @@ import sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from millrace.wire.channel import OPTIONS
+from millrace.wire.channel import open_channel
 from millrace.wire.deadlines import DEADLINES_S
 
 
 def serving(address: str) -> tuple[bool, str]:
     """Whether the server at `address` says that it serves; and its answer, or why there is none."""
-    with grpc.insecure_channel(address, options=OPTIONS) as channel:
+    with open_channel(grpc, address) as channel:
         try:
             request = health_pb2.HealthCheckRequest()
             reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=DEADLINES_S["Health/Check"])

@@ -12,6 +12,7 @@ from millrace.errors import Unavailable
 from millrace.telemetry.log_tail import TAIL
 from millrace.wire.channel import OPTIONS, token
 from millrace.wire.gate import Gate, Observe, unobserved
+from millrace.wire.tls import identity
 
 LARGEST_GROUP_BYTES = 512 << 20
 """Largest message with a group that the coordinator takes; Redis takes no larger value. 16 answers of 32,768 tokens
@@ -58,7 +59,7 @@ class Server:
         largest_bytes: int = LARGEST_MESSAGE_BYTES,
         observe: Observe = unobserved,
     ) -> None:
-        self._gate = Gate(token(), observe)
+        self._gate = Gate(token(), observe, identity())
         options = dict(OPTIONS) | dict(LIMITS) | {"grpc.max_receive_message_length": largest_bytes}
         self._server = grpc.aio.server(interceptors=[self._gate], options=[*options.items()])
         self._health = health.aio.HealthServicer()
@@ -69,7 +70,11 @@ class Server:
         self._names = [*servicers, LOGS]
         reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{port}")
+            own, where = identity(), f"{host}:{port}"
+            if own is None:
+                self.port = self._server.add_insecure_port(where)
+            else:
+                self.port = self._server.add_secure_port(where, own.server_credentials())
         except RuntimeError as error:
             raise Unavailable(
                 f"cannot listen on {host}:{port}: the address is taken or not this host's.",

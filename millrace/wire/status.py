@@ -17,6 +17,7 @@ CODES: dict[type[errors.MillraceError], grpc.StatusCode] = {
     errors.PartialOutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.PartialStep: grpc.StatusCode.DATA_LOSS,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.Untrusted: grpc.StatusCode.UNAUTHENTICATED,
     errors.MillraceError: grpc.StatusCode.INTERNAL,
 }
 _BY_NAME = {kind.__name__: kind for kind in CODES}
@@ -39,6 +40,11 @@ def _shortened(text: str, most: int) -> str:
     """The text with at most `most` bytes of its UTF-8."""
     data = text.encode("utf-8", "replace")
     return data.decode() if len(data) <= most else data[:most].decode("utf-8", "ignore") + " …"
+
+
+def answered(call: grpc.aio.AioRpcError) -> bool:
+    """Whether the error of a failed call is the server's own."""
+    return _NAME in dict(call.trailing_metadata() or ())
 
 
 def error_of(call: grpc.aio.AioRpcError, address: str, method: str, deadline_s: float) -> errors.MillraceError:

@@ -11,7 +11,7 @@ from millrace.errors import MillraceError
 from millrace.service_process import VersionOption, collect_rarely
 from millrace.telemetry import logs
 from millrace.telemetry.spans import export
-from millrace.wire.address import InsecureOption, require_token
+from millrace.wire.address import InsecureOption, require_protection
 from services.coordinator.state.member import Patience
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def main(
     try:
         logs.configure("coordinator")
         export.configure("coordinator")
-        require_token(http_host, grpc_host, insecure=insecure)
+        require_protection(http_host, grpc_host, insecure=insecure)
         collect_rarely()
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_until_signalled(settings))

@@ -16,6 +16,7 @@ from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
 from millrace.wire.address import host_address
 from millrace.wire.http_server import GRACE_S, HttpServer, listening
 from millrace.wire.server import LARGEST_GROUP_BYTES, Server
+from millrace.wire.tls import identity
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.jobs.control import Control
@@ -112,7 +113,8 @@ class Coordinator:
             work_address=_work_address(self._settings.grpc_host, grpc.port),
         )
         control = Control(store, events, control_bell, components.turn)
-        rest = HttpServer(application(components, control, JobViews(components), self._settings.http_host))
+        own, app = identity(), application(components, control, JobViews(components), self._settings.http_host)
+        rest = HttpServer(app, certificate_required=own is not None and own.rest_clients_required)
         await grpc.start()
         old_jobs = expire_jobs(store, self._settings.keep_jobs)
         watches = (fleet.watch(), queue.expire(), WaitingEvents(components).run(), old_jobs, spans.run())

@@ -22,7 +22,7 @@ from millrace.local.ports import free_port
 from millrace.service_process import VersionOption
 from millrace.telemetry import logs
 from millrace.wire import last_words
-from millrace.wire.address import HostOption, InsecureOption, advertise, bind_address, host_address, require_token
+from millrace.wire.address import HostOption, InsecureOption, advertise, bind_address, host_address, require_protection
 from services.rollout.engines import probe
 from services.rollout.nodes.place import LeaderOption, NodeRankOption, NodesOption, Place
 
@@ -53,7 +53,7 @@ def main(
     advertise(host)
     logs.configure("rollout", "launcher")
     try:
-        require_token(bind_address(host_address()), insecure=insecure)
+        require_protection(bind_address(host_address()), insecure=insecure)
         found = probe(engine)
         if not found.ok:
             raise MillraceError(f"engine {engine} cannot run here: {found.why}")

@@ -18,7 +18,7 @@ from millrace.telemetry.spans import export
 from millrace.wire.address import (
     bind_address,
     host_address,
-    require_token,
+    require_protection,
 )
 from millrace.wire.channel import Peer
 from services.rollout.engines import probe
@@ -81,7 +81,7 @@ def start(given: Given) -> NoReturn:
         logs.configure("rollout", member_id)
         export.configure("rollout", member_id)
         check_pool_option(given.pool, given.engine, given.nodes)
-        require_token(bind_address(host_address()), insecure=given.insecure)
+        require_protection(bind_address(host_address()), insecure=given.insecure)
         found = probe(given.engine)
         if not found.ok:
             raise MillraceError(f"engine {given.engine} cannot run here: {found.why}")

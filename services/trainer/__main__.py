@@ -21,7 +21,7 @@ from millrace.wire.address import (
     advertise,
     bind_address,
     host_address,
-    require_token,
+    require_protection,
 )
 from services.trainer.options import SILENT_S, SilentOption
 
@@ -41,7 +41,7 @@ def main(
     advertise(host)
     try:
         if os.environ.get("RANK", "0") == "0":  # the other ranks serve nobody
-            require_token(bind_address(host_address()), insecure=insecure)
+            require_protection(bind_address(host_address()), insecure=insecure)
     except MillraceError as error:
         print(f"trainer: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

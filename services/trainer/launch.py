@@ -31,7 +31,7 @@ from millrace.wire.address import (
     advertise,
     bind_address,
     host_address,
-    require_token,
+    require_protection,
 )
 from services.trainer.options import SILENT_S, SilentOption
 
@@ -97,7 +97,7 @@ def main(
         os.environ.setdefault(name, value)
     logs.configure("trainer", "launcher")
     try:
-        require_token(bind_address(host_address()), insecure=insecure)
+        require_protection(bind_address(host_address()), insecure=insecure)
     except MillraceError as error:
         print(f"trainer: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

@@ -173,6 +173,7 @@ _QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
     "MILLRACE_LOG": "json",
+    "MILLRACE_PLAINTEXT": "1",
     "PYTHONPATH": str(ROOT),
     "RES_OPTIONS": "timeout:1 attempts:1",
 }

@@ -10,6 +10,7 @@ from redis.exceptions import RedisError
 from millrace import __version__
 from millrace.errors import Unavailable
 from millrace.wire.channel import token
+from millrace.wire.tls import scheme
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.waiting import JobViews
 from services.coordinator.rest import callers as callers
@@ -99,4 +100,8 @@ def _operations(app: FastAPI, components: Components) -> None:
         """Where trainer and replicas serve their metrics, for the `http_sd_configs` of Prometheus."""
         fleet = components.fleet.view({})
         present = [m for m in (*fleet.trainers, *fleet.replicas) if m.metrics_address and not m.gone]
-        return [ScrapeTarget(targets=[m.metrics_address], labels={"role": m.kind, "member": m.id}) for m in present]
+        encrypted = {"__scheme__": "https"} if scheme() == "https" else {}
+        return [
+            ScrapeTarget(targets=[m.metrics_address], labels={"role": m.kind, "member": m.id} | encrypted)
+            for m in present
+        ]

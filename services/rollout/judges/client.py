@@ -78,6 +78,7 @@ class JudgeClient:
             timeout=judge.timeout_s,
             limits=httpx.Limits(max_connections=judge.max_concurrent),
             trust_env=place.may_take_proxy,
+            verify=place.verify,
         )
         self._slots = asyncio.Semaphore(judge.max_concurrent)
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import ssl
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -11,6 +12,7 @@ from typing import Protocol
 from millrace.spec.pool import Judge
 from millrace.wire.channel import token
 from millrace.wire.reach import may_take_proxy
+from millrace.wire.tls import scheme, verifying
 from services.rollout.pools.client import PoolClient, PoolMembers
 
 FAILED_S = 10.0
@@ -26,6 +28,8 @@ class JudgePlace(Protocol):
     """The key that comes with them; empty: none."""
     may_take_proxy: bool
     """Whether they go through a proxy that the environment names."""
+    verify: ssl.SSLContext | bool
+    """How the certificate of a place with https is checked; True: by the authorities that this host trusts."""
 
     def taken(self) -> AbstractAsyncContextManager[str]:
         """The base URL for one request, for as long as that lasts. Waits while nobody could answer."""
@@ -43,6 +47,7 @@ class JudgeUrl:
         self.model = judge.model or ""
         self.key = os.environ[judge.api_key_env] if judge.api_key_env is not None else ""
         self.may_take_proxy = may_take_proxy(self._url)
+        self.verify: ssl.SSLContext | bool = True
 
     def taken(self) -> AbstractAsyncContextManager[str]:
         """See `JudgePlace`."""
@@ -62,11 +67,12 @@ class JudgePool:
         self.model = members.pool
         self.key = token()
         self.may_take_proxy = False
+        self.verify = verifying()
 
     @asynccontextmanager
     async def taken(self) -> AsyncIterator[str]:
         """See `JudgePlace`. The replica has the fewest requests of this caller."""
-        urls = [f"http://{member.endpoint}/v1" for member in await self._members.ready()]
+        urls = [f"{scheme()}://{member.endpoint}/v1" for member in await self._members.ready()]
         url = min(urls, key=lambda url: (self._has_failed(url), self._in_flight[url], random.random()))
         self._in_flight[url] += 1
         try:

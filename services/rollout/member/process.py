@@ -22,6 +22,7 @@ from millrace.wire.channel import Peer
 from millrace.wire.http_server import HttpServer, listening
 from millrace.wire.membership import Membership
 from millrace.wire.server import Server
+from millrace.wire.tls import server_context
 from services.rollout.engine import Engine, EngineDied
 from services.rollout.member.member import FleetMember, MemberMetrics
 
@@ -101,7 +102,8 @@ class MemberProcess:
         self._member, self._reached, self._coordinator, self._http = member, reached, coordinator, http
         observe = grpc_observer(metrics.registry)
         self._server = Server(services, reached.bind, reached.port, observe=observe)
-        self._metrics = MetricsEndpoint(metrics.registry, reached.bind, reached.metrics_port, metrics.refresh)
+        where = (reached.bind, reached.metrics_port)
+        self._metrics = MetricsEndpoint(metrics.registry, *where, metrics.refresh, server_context())
         member.metrics_port, member.sessions_port = self._metrics.port, http.port
         address = f"{reached.host}:{self._server.port}"
         self.membership = member.membership(coordinator, address, reached.patience_s)

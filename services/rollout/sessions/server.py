@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from millrace.validation import limits
 from millrace.wire.channel import token
+from millrace.wire.tls import scheme
 from services.rollout.dialects import anthropic_messages, chat_completions, responses, token_endpoint
 from services.rollout.dialects.anthropic_messages import MessagesRequest
 from services.rollout.dialects.chat_completions import ChatRequest
@@ -69,7 +70,7 @@ class SessionServer(HttpEndpoint):
         """As `HttpEndpoint`. `reached_at`: name or address by which agents reach this host. `app`: instead of the
         application."""
         super().__init__(app or application(sessions, token()), host, port)
-        self.url = f"http://{reached_at}:{self.port}"
+        self.url = f"{scheme()}://{reached_at}:{self.port}"
         sessions.endpoint = self
 
 

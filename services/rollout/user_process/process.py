@@ -305,7 +305,7 @@ def hidden_paths() -> list[str]:
     """Where the services keep their state and secrets."""
     named = os.environ.get("MILLRACE_HIDDEN_PATHS", "").split(os.pathsep)
     state = (os.environ.get("MILLRACE_STACK_STATE", ""), str(Path("~/.millrace").expanduser()))
-    own = (os.environ.get("MILLRACE_TOKEN_FILE", ""), *state)
+    own = (os.environ.get("MILLRACE_TOKEN_FILE", ""), os.environ.get("MILLRACE_TLS_KEY", ""), *state)
     return [path for path in (*named, *own) if path]
 
 

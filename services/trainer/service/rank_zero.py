@@ -5,6 +5,7 @@ import concurrent.futures
 import os
 import platform
 import sys
+from functools import partial
 
 import structlog
 import torch
@@ -34,6 +35,7 @@ from millrace.wire.address import bind_address
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.membership import Membership
 from millrace.wire.server import Server
+from millrace.wire.tls import server_context
 from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import CommandSender
@@ -149,7 +151,8 @@ class RankZero:
         servicers = {"millrace.v1.Trainer": lambda grpc: add_TrainerServicer_to_server(self._trainer, grpc)}
         bind, registry = bind_address(host), self._metrics.registry
         server = Server(servicers, bind, port, observe=grpc_observer(registry))
-        metrics = MetricsEndpoint(registry, bind, metrics_port, lambda: self._metrics.refresh(self._trainer))
+        refresh = partial(self._metrics.refresh, self._trainer)
+        metrics = MetricsEndpoint(registry, bind, metrics_port, refresh, server_context())
         self._metrics_port = metrics.port
         await server.start()
         address = f"{host}:{server.port}"

@@ -80,15 +80,18 @@ def test_two_do_not_work_in_one_folder(tmp_path: Path) -> None:
 
 
 def test_an_address_for_all_needs_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MILLRACE_TOKEN", "MILLRACE_TOKEN_FILE", "MILLRACE_INSECURE"):
+    for name in ("MILLRACE_TOKEN", "MILLRACE_TOKEN_FILE", "MILLRACE_INSECURE", "MILLRACE_PLAINTEXT"):
         monkeypatch.delenv(name, raising=False)
     for option in ("--http-host", "--grpc-host"):
         told = refused(tmp_path, option, "0.0.0.0", "--http-port", "0", "--grpc-port", "0")
         assert "no token is set" in told and "0.0.0.0" in told and "Fix: set MILLRACE_TOKEN" in told
     with running(tmp_path / "open", "--http-host", "0.0.0.0", "--insecure") as process:
         assert process.log().count("no token is set") == 1
-    with running(tmp_path / "state", "--http-host", "0.0.0.0", environment={"MILLRACE_TOKEN": "secret"}) as process:
-        assert "no token is set" not in process.log()
+    monkeypatch.setenv("MILLRACE_TOKEN", "secret")
+    told = refused(tmp_path, "--http-host", "0.0.0.0", "--http-port", "0", "--grpc-port", "0")
+    assert "TLS is not set up" in told and "MILLRACE_PLAINTEXT=1" in told
+    with running(tmp_path / "state", "--http-host", "0.0.0.0", environment={"MILLRACE_PLAINTEXT": "1"}) as process:
+        assert "no token is set" not in process.log() and "TLS is not set up" not in process.log()
 
 
 def redis_of(process: CoordinatorProcess) -> psutil.Process:

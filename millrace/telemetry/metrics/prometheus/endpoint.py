@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
@@ -39,8 +40,16 @@ class MetricsEndpoint:
     also while the event loop is busy. `refresh` is called on the event loop before each page. Like REST's `/metrics`
     it needs no token."""
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int, refresh: Callable[[], None]) -> None:
-        """Listens from now on. Raises Unavailable where the port is taken. To be called on the event loop."""
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        host: str,
+        port: int,
+        refresh: Callable[[], None],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Listens from now on, by TLS with the context `tls`. Raises Unavailable where the port is taken. To be called
+        on the event loop."""
         self._loop, self._refresh = asyncio.get_running_loop(), refresh
         page: WSGIApplication = make_wsgi_app(registry)
 
@@ -55,10 +64,11 @@ class MetricsEndpoint:
         except OSError as error:
             what = f"cannot serve metrics at {host}:{port}: {error.strerror or error}."
             raise Unavailable(what, "choose another port with --metrics-port.") from error
+        self._server.tls = tls
         self._server.set_app(application)
         self.port: int = self._server.server_port
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
-        log.info("metrics are served", url=f"http://{host}:{self.port}/metrics")
+        log.info("metrics are served", url=f"http{'' if tls is None else 's'}://{host}:{self.port}/metrics")
 
     def close(self) -> None:
         """Ends the page."""
@@ -81,6 +91,7 @@ class MetricsEndpoint:
 
 class _PageServer(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    tls: ssl.SSLContext | None = None
 
     def __init__(self, *arguments: Any) -> None:
         self._lock = threading.Lock()
@@ -125,11 +136,23 @@ class _PageServer(ThreadingMixIn, WSGIServer):
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answers one request."""
         try:
+            if self.tls is not None:
+                request = self._encrypted(request, self.tls)
             super().process_request_thread(request, client_address)
         finally:
             with self._lock:
                 self._silent.pop(request, None)
                 self._answered.discard(request)
+
+    def _encrypted(self, request: Any, tls: ssl.SSLContext) -> Any:
+        """The connection by TLS, in the place of `request`. The handshake is made when the request is read."""
+        request.settimeout(READER_S)
+        encrypted = tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+        with self._lock:
+            if request in self._silent:
+                del self._silent[request]
+                self._silent[encrypted] = None
+        return encrypted
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A reader that goes away is no error of this service."""
