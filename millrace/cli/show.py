@@ -1,8 +1,9 @@
 """`millrace show`: one job on one screen."""
 
 import itertools
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -183,7 +184,21 @@ def lines(found: DiagnosisView) -> list[str]:
     said.append(f"[dim]The loop was at: {parts}[/]")
     if found.bottleneck is None:
         said.append("Nothing slows the job down much.")
+    said += forecasts(found)
     return said
+
+
+def forecasts(found: DiagnosisView) -> Iterator[str]:
+    """What other settings would give, with rich's markup."""
+    if found.simulated_s is None:
+        return
+    error = f"{100 * (found.simulated_s / found.step_s - 1):+.0f} %".replace("-", "−")
+    if not found.forecasts:
+        yield f"[dim]Simulated, a step takes {found.simulated_s:.3g} s ({error}).[/]"
+        return
+    yield f"Simulated, a step takes {found.simulated_s:.3g} s ({error}). Other settings:"
+    for other in found.forecasts:
+        yield f"  [bold]{other.setting}[/]: {json.dumps(other.value)} → {other.step_s:.3g} s a step"
 
 
 def _print(console: Console, finding: FindingView) -> None:

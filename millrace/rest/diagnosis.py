@@ -63,6 +63,18 @@ class FindingView(BaseModel):
     changes: list[ChangeView] = Field(description="What to change, the most helpful first.")
 
 
+REPLICAS = "replicas"
+"""A forecast of another number of replicas, which no field of the spec has."""
+
+
+class ForecastView(BaseModel):
+    """What a step would take with another setting, by simulation with the job's own lengths and rates."""
+
+    setting: str = Field(description="A field of the job's spec; `replicas`: their number.")
+    value: int | bool
+    step_s: float = Field(description="Mean seconds of a step.")
+
+
 class DiagnosisView(BaseModel):
     """What slows a job down, and what to change."""
 
@@ -74,5 +86,11 @@ class DiagnosisView(BaseModel):
     findings: list[FindingView] = Field(description="The one that costs most first.")
     loop_s: dict[IdleCause, float] = Field(
         description="Seconds of a step by what its loop was at; `trainer` is training. They add up to `step_s`."
+    )
+    simulated_s: float | None = Field(
+        None, description="Seconds of a step as the job is, simulated; null: it cannot be simulated."
+    )
+    forecasts: list[ForecastView] = Field(
+        [], description="Settings that save time. None if `simulated_s` and `step_s` differ by more than a quarter."
     )
     from_spans: bool = Field(description="false: no spans are kept, so that it rests on step metrics alone.")

@@ -8,7 +8,7 @@ import heapq
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
 
@@ -40,6 +40,23 @@ class Counts:
     trainer_s: float = 0.0
     regenerated: int = 0
     lost_tokens: float = 0.0
+
+
+def reduced(setting: Setting, most_answers: int) -> Setting:
+    """A job whose steps take about as long and have at most about so many answers: it has fewer replicas, or answers
+    each of which stands for several."""
+    times = setting.prompts * setting.samples / most_answers
+    if times <= 1:
+        return setting
+    replicas = max(1, round(setting.replicas / times))
+    prompts = max(1, round(setting.prompts / times))
+    share = prompts / setting.prompts
+    weight = setting.weight * (replicas / setting.replicas) / share
+    trainer = replace(setting.trainer, token_s=setting.trainer.token_s / (share * weight / setting.weight))
+    extra = round(setting.extra_prompts * share)
+    return replace(
+        setting, prompts=prompts, replicas=replicas, weight=weight, trainer=trainer, extra_prompts=extra, faults=()
+    )
 
 
 def simulate(setting: Setting, steps: int = 8, warm: int | None = None) -> Outcome:

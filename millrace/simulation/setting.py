@@ -78,13 +78,26 @@ class Cycled:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Answers whose lengths are drawn from these, with replacement."""
+    """Answers whose lengths are drawn from these. Of each `prompts` prompts the answers are spread evenly over the
+    lengths, so that steps differ by little more than their longest answers."""
 
     lengths: Sequence[float]
+    prompts: int
+    samples: int
     seed: int = 0
+    _blocks: dict[tuple[int, int], list[float]] = field(default_factory=dict, repr=False, compare=False)
 
     def of(self, prompt: int, sample: int, attempt: int) -> float:
-        return random.Random(f"{self.seed} {prompt} {sample} {attempt}").choice(self.lengths)
+        block, place = divmod(prompt, self.prompts)
+        if (block, attempt) not in self._blocks:
+            self._blocks[block, attempt] = self._drawn(random.Random(f"{self.seed} {block} {attempt}"))
+        return self._blocks[block, attempt][place * self.samples + sample]
+
+    def _drawn(self, rng: random.Random) -> list[float]:
+        ascending, count = sorted(self.lengths), self.prompts * self.samples
+        found = [ascending[int((part + rng.random()) / count * len(ascending))] for part in range(count)]
+        rng.shuffle(found)
+        return found
 
 
 class Late(StrEnum):

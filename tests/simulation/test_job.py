@@ -7,7 +7,7 @@ import pytest
 from millrace.errors import InvalidState
 from millrace.simulation.job import Simulation, simulate
 from millrace.simulation.outcome import Step
-from millrace.simulation.setting import Cycled, Fault, FaultKind, Late, MeasuredRate, Setting, TrainerRate
+from millrace.simulation.setting import Cycled, Drawn, Fault, FaultKind, Late, MeasuredRate, Setting, TrainerRate
 from tests.simulation.jobs import setting
 
 
@@ -133,3 +133,14 @@ def test_a_job_whose_groups_come_too_late_again_and_again_ends_with_an_error() -
     assert [step.regenerated for step in Simulation(of).run(3)] == [0, 8, 8]
     with pytest.raises(InvalidState, match="9 groups came too late for step 2"):
         Simulation(replace(of, extra_prompts=9)).run(3)
+
+
+def test_drawn_lengths_are_spread_evenly_over_each_steps_answers() -> None:
+    lengths = [float(length) for length in range(1, 1001)]
+    drawn = Drawn(lengths, prompts=4, samples=5)
+    for step in range(3):
+        found = sorted(drawn.of(4 * step + prompt, sample, 0) for prompt in range(4) for sample in range(5))
+        assert all(50 * part < length <= 50 * (part + 1) for part, length in enumerate(found))
+    first = [drawn.of(prompt, sample, 0) for prompt in range(4) for sample in range(5)]
+    assert first != sorted(first) and first != [drawn.of(p, s, 1) for p in range(4) for s in range(5)]
+    assert first == [Drawn(lengths, 4, 5).of(p, s, 0) for p in range(4) for s in range(5)]

@@ -30,7 +30,7 @@ def job(max_staleness: int, update_s: float, publication_s: float) -> Outcome:
         Setting(
             prompts=32,
             samples=8,
-            lengths=Drawn(geometric(450, 3072)),
+            lengths=Drawn(geometric(450, 3072), 32, 8),
             engine=MeasuredRate((0, 1000), (ALONE_S, ALONE_S + 1000 * PER_REQUEST_S)),
             trainer=TrainerRate(token_s=update_s / (256 * (450 + 32))),
             prompt_tokens=32,

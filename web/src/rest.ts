@@ -67,6 +67,8 @@ export interface DiagnosisView {
   bottleneck: Bottleneck | null;
   findings: FindingView[];
   loop_s: Record<string, number>;
+  simulated_s: number | null;
+  forecasts: ForecastView[];
   from_spans: boolean;
 }
 
@@ -115,6 +117,13 @@ export interface FleetView {
   epoch: number;
   trainers: MemberView[];
   replicas: MemberView[];
+}
+
+/** What a step would take with another setting, by simulation with the job's own lengths and rates. */
+export interface ForecastView {
+  setting: string;
+  value: number | boolean;
+  step_s: number;
 }
 
 /** A GPU that a member may use, with the work of all processes on it. What it does not report is null. */
@@ -669,7 +678,7 @@ export interface TurnView {
 }
 
 /** The unit of a metric. */
-export type Unit = "bytes" | "°C" | "count" | "GiB" | "learning rate" | "loss" | "ms" | "nats" | "nats²" | "norm" | "perplexity" | "probability" | "ratio" | "any" | "reward" | "reward²" | "s" | "share" | "step" | "tokens" | "tokens/s" | "versions" | "W";
+export type Unit = "bytes" | "°C" | "count" | "GiB" | "learning rate" | "loss" | "ms" | "nats" | "norm" | "perplexity" | "probability" | "ratio" | "any" | "reward" | "reward²" | "s" | "share" | "step" | "tokens" | "tokens/s" | "versions" | "W";
 
 /** Whether a job spec can be submitted. */
 export interface ValidationView {

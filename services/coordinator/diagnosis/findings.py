@@ -12,6 +12,7 @@ from millrace.rest.timeline import IdleCause
 from millrace.spec.job import JobSpec
 from millrace.telemetry.metrics.declaration import Unit
 from services.coordinator.diagnosis.changes import changes
+from services.coordinator.diagnosis.forecast import Forecast, forecast
 from services.coordinator.diagnosis.summary import ReplicaPace, Summary
 
 LEAST_SHARE = 0.05
@@ -48,11 +49,15 @@ SENTENCES = {
 def diagnose(job_id: str, from_step: int, to_step: int, summary: Summary, spec: JobSpec) -> DiagnosisView:
     """The findings of a summary of a job with this spec, the one that costs most first."""
     findings = sorted(_findings(summary, spec), key=lambda finding: -finding.share)
+    step_s = summary.seconds / max(1, summary.steps)
+    found = Forecast() if summary.measured is None else forecast(summary.measured, spec, step_s)
     return DiagnosisView(
         job_id=job_id,
         from_step=from_step,
         to_step=to_step,
-        step_s=summary.seconds / max(1, summary.steps),
+        step_s=step_s,
+        simulated_s=found.simulated_s,
+        forecasts=list(found.others),
         bottleneck=findings[0].bottleneck if findings else None,
         findings=findings,
         loop_s={cause: seconds / max(1, summary.steps) for cause, seconds in summary.loop_s.items()},

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 from millrace.rest import StepMetrics
 from millrace.rest.timeline import IdleCause
+from millrace.simulation.fitting import Request
 from millrace.spec.job import JobSpec
 from millrace.telemetry.spans.kinds import LaneKind, SpanKind
 from millrace.telemetry.spans.recorder import Span
+from services.coordinator.diagnosis.forecast import Measured
 from services.coordinator.timeline import idle
 from services.coordinator.timeline.activity import Activity
 
@@ -52,6 +54,9 @@ class Summary:
     """Publications that a replica received while it paused, for lack of spare memory."""
     token_budget: int = 0
     """Tokens of a micro-batch that the trainer was lowered to because memory ran out; 0: it was not."""
+    measured: Measured | None = None
+    """Lengths and rates, to simulate the job with other settings; None for episodes of several turns, whose tools and
+    environments no simulation knows."""
     from_spans: bool = True
 
     @property
@@ -68,10 +73,11 @@ def of_spans(
     samples = [s for s in _spans(activity, LaneKind.ROLLOUT) if s.kind is SpanKind.GENERATE and _within(s, activity)]
     waits = [s for s in _spans(activity, LaneKind.ROLLOUT) if s.kind is SpanKind.ENGINE_QUEUE and _within(s, activity)]
     durations = [span.end_s - span.start_s for span in samples]
+    loop_s = idle.seconds(activity, causes)
     return Summary(
         steps=to_step - from_step + 1,
         seconds=activity.end_s - activity.start_s,
-        loop_s=idle.seconds(activity, causes),
+        loop_s=loop_s,
         max_staleness=spec.schedule.max_staleness,
         replicas=_paces(activity, from_step, to_step),
         metrics=means(rows),
@@ -80,7 +86,32 @@ def of_spans(
         longest_sample_s=max(durations, default=0.0),
         paused_for_lack_of_memory=_in_place(activity) if spec.publication.commit == "auto" else 0,
         token_budget=token_budget,
+        measured=_measured(activity, loop_s, to_step - from_step + 1, spec, means(rows)),
     )
+
+
+BETWEEN = (IdleCause.EVALUATION, IdleCause.CHECKPOINT, IdleCause.COORDINATION)
+"""What the job's loop does beside waiting, training and publishing."""
+
+
+def _measured(
+    activity: Activity, loop_s: Mapping[IdleCause, float], steps: int, spec: JobSpec, metrics: Mapping[str, float]
+) -> Measured | None:
+    if spec.rollout.environment is not None or spec.rollout.agent is not None:
+        return None
+    requests = [
+        Request(member, span.start_s, span.end_s, span.figures.get("tokens", 0.0))
+        for (lane, member), spans in activity.lanes.items()
+        if lane is LaneKind.ROLLOUT
+        for span in spans
+        if span.kind is SpanKind.GENERATE and _within(span, activity)
+    ]
+    spans = _spans(activity, LaneKind.ROLLOUT)
+    pauses = [s.end_s - s.start_s for s in spans if s.kind is SpanKind.PAUSE and _within(s, activity)]
+    slots = max((s.figures.get("capacity", 0.0) for s in spans if s.kind is SpanKind.LEASE), default=0.0)
+    between_s = sum(loop_s.get(cause, 0.0) for cause in BETWEEN) / max(1, steps)
+    pause_s = statistics.fmean(pauses) if pauses else 0.0
+    return Measured.of(requests, int(slots), metrics, pause_s=pause_s, between_s=between_s)
 
 
 def of_metrics(spec: JobSpec, rows: Sequence[StepMetrics], token_budget: int) -> Summary:

@@ -28,6 +28,11 @@ export function Diagnosis({ job }: { job: JobView }) {
       <p class="key">{parts.slice(0, 6).map(([cause, seconds]) => (
         <span key={cause}><i style={{ background: `var(--${IDLE_COLORS[cause]})` }} />{cause === "trainer" ? "training" : cause.replaceAll("_", " ")} {duration(seconds)}</span>
       ))}</p>
+      {found.forecasts.length > 0 && found.simulated_s !== null && (
+        <p>Simulated, a step takes {duration(found.simulated_s)}; with {found.forecasts.map((each, place) => (
+          <span key={`${each.setting} ${each.value}`}>{place > 0 && ", "}<code>{each.setting}: {String(each.value)}</code> {duration(each.step_s)}</span>
+        ))}.</p>
+      )}
       <div class="findings">{found.findings.map(each => <Finding key={each.bottleneck} of={each} />)}</div>
     </section>
   );
