@@ -31,7 +31,7 @@ export MPLBACKEND ?= Agg
 export TOKENIZERS_PARALLELISM ?= false
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help docs install demo test tests test-all tests-all test-fast test-compose test-hosts test-environments test-web web lint style types format proto bench bench-learning chaos clean
+.PHONY: help docs install demo test tests test-all tests-all test-fast test-compose test-hosts test-cluster test-environments test-web web lint style types format proto bench bench-learning chaos clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -76,6 +76,10 @@ test-compose: $(INSTALLED) ## the containers: builds them, trains, scales, kills
 test-hosts: export OMP_NUM_THREADS ?= 1
 test-hosts: $(INSTALLED) ## the demo's job over six hosts of network namespaces, with cut and slow links (needs root; minutes)
 	$(RESOLVER) $(BIN)/python -m pytest -m hosts --capture=no $(or $(TESTS),tests/hosts)
+
+test-cluster: export OMP_NUM_THREADS ?= 1
+test-cluster: $(INSTALLED) ## a job on a real Slurm (Debian: slurmctld slurmd slurm-client munge; root), the chart by Helm (HELM=/path/to/helm)
+	$(RESOLVER) $(BIN)/python -m pytest $(or $(TESTS),tests/cluster)
 
 test-web: $(INSTALLED) $(MODULES) ## the page in headless Chromium (needs Node, and chromium or CHROMIUM=/path/to/one)
 	@command -v "$${CHROMIUM:-chromium}" > /dev/null || { echo "chromium is missing: apt-get install chromium, or name one in CHROMIUM"; exit 1; }

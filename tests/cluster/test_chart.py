@@ -1,0 +1,168 @@
+"""The chart of deploy/helm, rendered by Helm for each of its sizes and held against Kubernetes' own schemas."""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+validation = pytest.importorskip("kubernetes_validate")
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy/helm"
+HELM = os.environ.get("HELM") or shutil.which("helm") or ""
+SIZES = [None, *sorted((CHART / "sizes").glob("*.yaml"))]
+RELEASES = ("1.31", "1.34")
+"""The oldest release of Kubernetes that the chart allows, and a newer one."""
+CUSTOM = {
+    "LeaderWorkerSet": ("leaderWorkerTemplate", "workerTemplate"),
+    "ServiceMonitor": None,
+    "ScrapeConfig": None,
+}
+"""Kinds of others, which Kubernetes has no schema of, and where they hold a pod's template."""
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not HELM, reason="there is no helm: put it on the PATH, or name one in HELM"),
+]
+
+
+@functools.cache
+def rendered(*values: Path | str, release: str = RELEASES[-1], fails: bool = False) -> list[dict[str, Any]]:
+    options = [word for one in values for word in (("--values", str(one)) if isinstance(one, Path) else ("--set", one))]
+    command = [HELM, "template", "mill", str(CHART), "--namespace", "lab", "--kube-version", release, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode != 0) is fails, done.stderr
+    return [] if fails else [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def templates(objects: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The template of each kind of pods, with the name of the object."""
+    for each in objects:
+        spec = each.get("spec", {})
+        found = spec.get("template")
+        for key in CUSTOM.get(each["kind"]) or ():
+            found = (found or spec)[key]
+        if found:
+            yield each["metadata"]["name"], found
+
+
+def environment(template: Mapping[str, Any]) -> dict[str, Any]:
+    return {one["name"]: one.get("value") for one in template["spec"]["containers"][0].get("env", [])}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: size.stem if size else "defaults")
+def test_every_object_is_valid(size: Path | None, release: str) -> None:
+    objects = rendered(*([size] if size else []), release=release)
+    for each in objects:
+        if each["kind"] not in CUSTOM:
+            validation.validate(each, release, strict=True)
+    for name, template in templates(objects):
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, **template["metadata"]},
+            "spec": template["spec"],
+        }
+        validation.validate(pod, release, strict=True)
+    names = [(each["kind"], each["metadata"]["name"]) for each in objects]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: size.stem if size else "defaults")
+def test_no_pod_is_root_and_each_gets_the_time_of_its_drain(size: Path | None) -> None:
+    """Kubernetes kills after 30 seconds by default."""
+    found = dict(templates(rendered(*([size] if size else []))))
+    for template in found.values():
+        spec = template["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] and not spec["automountServiceAccountToken"]
+        for container in spec["containers"]:
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        given = environment(template)
+        drain_s = int(given.get("MILLRACE_DRAIN_S") or given.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 0)
+        assert spec["terminationGracePeriodSeconds"] >= drain_s + 60
+    assert {"mill-coordinator", "mill-trainer", "mill-rollout"} <= set(found)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: size.stem if size else "defaults")
+def test_what_selects_pods_finds_them(size: Path | None) -> None:
+    """Services, budgets, network policies and controllers name labels that pods have."""
+    objects = rendered(*([size] if size else []))
+    labels = [template["metadata"]["labels"] for _, template in templates(objects)]
+    for each in objects:
+        spec = each.get("spec", {})
+        selector = spec.get("selector") or spec.get("podSelector") or {}
+        wanted = selector.get("matchLabels", selector if each["kind"] == "Service" else {})
+        if wanted and each["kind"] not in CUSTOM:
+            assert any(wanted.items() <= one.items() for one in labels), (each["kind"], each["metadata"]["name"])
+
+
+def test_every_variable_is_an_option_of_a_service() -> None:
+    """The chart has no options of its own for what a service reads."""
+    read = "\n".join(path.read_text() for folder in ("millrace", "services") for path in (ROOT / folder).rglob("*.py"))
+    named = {
+        name for size in SIZES for _, one in templates(rendered(*([size] if size else []))) for name in environment(one)
+    }
+    assert {name for name in named if name.startswith("MILLRACE_") and f'"{name}"' not in read} == set()
+    assert len(named) > 10
+
+
+def test_the_ranks_of_several_hosts_meet_at_the_first_pod() -> None:
+    objects = rendered(CHART / "sizes/eight-hosts.yaml")
+    (job,) = [each for each in objects if each["kind"] == "Job"]
+    assert (job["spec"]["completions"], job["spec"]["parallelism"], job["spec"]["completionMode"]) == (4, 4, "Indexed")
+    given = environment(job["spec"]["template"])
+    assert given["HOSTS"] == "4" and given["MILLRACE_RANKS"] == "8"
+    pod, _, domain = given["FIRST_HOST"].partition(".")
+    assert pod == f"{job['metadata']['name']}-0" and domain == job["spec"]["template"]["spec"]["subdomain"]
+    (headless,) = [each for each in objects if each["kind"] == "Service" and each["spec"].get("clusterIP") == "None"]
+    assert headless["metadata"]["name"] == domain and headless["spec"]["publishNotReadyAddresses"]
+    limits = [template["spec"]["containers"][0]["resources"].get("limits", {}) for _, template in templates(objects)]
+    assert sorted(int(one["nvidia.com/gpu"]) for one in limits if "nvidia.com/gpu" in one) == [2, 2, 8]
+
+
+def test_a_trainer_that_is_evicted_is_no_success(tmp_path: Path) -> None:
+    """The command of the chart with another torchrun, which drains. An index of a Job that ends with 0 is over."""
+    (job,) = [each for each in rendered() if each["kind"] == "Job"]
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    drained = tmp_path / "drained"
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text(
+        f"#!/bin/bash\ntrap 'sleep 0.3; touch {drained}; exit 0' TERM\necho $*\n[ -n \"$AT_ONCE\" ] && exit 0\n"
+        "while true; do sleep 0.05; done\n"
+    )
+    torchrun.chmod(0o755)
+    given = {name: str(value) for name, value in environment(job["spec"]["template"]).items() if value}
+    variables = {**os.environ, **given, "JOB_COMPLETION_INDEX": "0", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        told = running.stdout.readline()
+        running.terminate()
+        assert running.wait(20) == 143 and drained.exists()
+    assert re.search(r"--nnodes 1 --node-rank 0 --nproc-per-node 4 --master-addr mill-trainer-0.mill-trainer ", told)
+    ignored = [
+        rule["onExitCodes"]["values"] for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule
+    ]
+    assert ignored == [[143]]
+    done = subprocess.run(command, env={**variables, "AT_ONCE": "1"}, capture_output=True, timeout=20, check=False)
+    assert done.returncode == 0  # drained by `millrace drain`
+
+
+def test_sandboxes_are_open_where_they_are_wanted_and_closed_elsewhere() -> None:
+    replica = dict(templates(rendered()))["mill-rollout"]["spec"]
+    assert replica["hostUsers"] is False and replica["securityContext"]["seccompProfile"]["type"] == "Unconfined"
+    assert replica["containers"][0]["securityContext"]["procMount"] == "Unmasked"
+    closed = dict(templates(rendered(CHART / "sizes/laptop.yaml")))["mill-rollout"]["spec"]
+    assert closed["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault" and "hostUsers" not in closed
+
+
+def test_a_misspelt_value_and_a_missing_redis_are_refused() -> None:
+    rendered("trainer.gpu=8", fails=True)
+    rendered("redis.enabled=false", fails=True)
+    rendered("redis.enabled=false", "redis.existingSecret=redis")
