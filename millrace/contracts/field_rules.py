@@ -135,7 +135,7 @@ ONE_OF: Mapping[str, tuple[str, str]] = {"GroupRef": ("response_tokens", "trajec
 """Two lists of which a message has exactly one."""
 LONG = {"spec", "prompt", "reason", "failure", "service"}
 """Texts that may be longer than others: whoever reads them has a limit of its own."""
-ELSEWHERE = {"manifest", "sides", "group", "drop", "checksums"}
+ELSEWHERE = {"manifest", "sides", "group", "drop", "checksums", "parts"}
 """Messages that are checked by whoever uses them, and that are large."""
 
 

@@ -51,11 +51,16 @@ def pack_experts(chosen_tlk: NDArray[np.integer]) -> common_pb2.Experts:
     return common_pb2.Experts(chosen=chosen, layers=layers, per_token=per_token, wide=wide)
 
 
+def told_experts(experts: common_pb2.Experts) -> NDArray[np.integer]:
+    """[tokens, layers, experts per token], as `pack_experts` took them, read-only. Raises ValueError."""
+    shape = (-1, experts.layers, experts.per_token)
+    return np.frombuffer(experts.chosen, dtype="<u2" if experts.wide else "u1").reshape(shape)
+
+
 def unpack_experts(experts: common_pb2.Experts, tokens: int) -> NDArray[np.int16]:
     """int16 [tokens, layers, experts per token]; NOT_TOLD for tokens at the end that the engine did not report. Raises
     ValueError where `experts` are of more than `tokens` tokens."""
-    shape = (-1, experts.layers, experts.per_token)
-    told = np.frombuffer(experts.chosen, dtype="<u2" if experts.wide else "u1").reshape(shape)
+    told = told_experts(experts)
     if len(told) > tokens:
         raise ValueError(f"the engine reported experts of {len(told)} tokens, of {tokens}")
     whole = np.full((tokens, *told.shape[1:]), NOT_TOLD, np.int16)

@@ -86,7 +86,8 @@ class WorkServicer(work_pb2_grpc.WorkServicer):
         expires_s = 0.0
         for job_id, leases in _by_job(request.leases).items():
             try:
-                gone, expires_s = await self._queue.extend(MemberId(request.member_id), job_id, leases)
+                parts = _parts(job_id, request.parts)
+                gone, expires_s = await self._queue.extend(MemberId(request.member_id), job_id, leases, parts)
             except NotFound:
                 gone = set(leases)
             lost |= {(job_id, lease) for lease in gone}
@@ -115,7 +116,8 @@ class WorkServicer(work_pb2_grpc.WorkServicer):
         self, request: work_pb2.ReleaseRequest, context: grpc.aio.ServicerContext
     ) -> work_pb2.ReleaseResponse:
         for job_id, leases in _by_job(request.leases).items():
-            await self._queue.release(MemberId(request.member_id), job_id, leases)
+            parts = _parts(job_id, request.parts)
+            await self._queue.release(MemberId(request.member_id), job_id, leases, parts)
         return work_pb2.ReleaseResponse()
 
     async def Fetch(
@@ -143,3 +145,13 @@ def _by_job(refs: Sequence[work_pb2.LeaseRef]) -> dict[JobId, list[LeaseRef]]:
     for ref in refs:
         parts.setdefault(JobId(ref.job_id), []).append(LeaseRef.of(ref))
     return parts
+
+
+def _parts(job_id: JobId, told: Sequence[work_pb2.LeaseParts]) -> dict[LeaseRef, bytes]:
+    """The parts of each lease, serialized without its name: those of several messages, one after the other, are the
+    message of all of them."""
+    return {
+        LeaseRef.of(one.ref): work_pb2.LeaseParts(parts=one.parts).SerializeToString()
+        for one in told
+        if one.ref.job_id == job_id
+    }

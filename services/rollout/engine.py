@@ -110,11 +110,15 @@ class Response:
     def __init__(self, prefix: Partial = NO_TOKENS) -> None:
         self.prefix = prefix
         """What was sampled before, by this engine or another one. The engine continues after it."""
+        self.kept = len(prefix)
+        """Number of its first tokens that are kept elsewhere, for whoever continues it if it is lost here."""
+        self.kept_experts = False
         self._read: Callable[[int], Partial] = NO_TOKENS.after
 
     def shorten(self, tokens: int) -> None:
         """Only the first `tokens` tokens of the prefix are continued."""
         self.prefix = self.prefix.first(tokens)
+        self.kept = min(self.kept, tokens)
 
     def follow(self, read: Callable[[int], Partial]) -> None:
         """Called by the engine that begins to generate. `read(n)`: what it has sampled after the prefix, without the

@@ -40,7 +40,7 @@ class Sampling(_message.Message):
     def __init__(self, samples: _Optional[int] = ..., max_response_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., greedy_baseline: bool = ..., min_samples: _Optional[int] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("ref", "prompt_id", "purpose", "sampling", "data_source", "prompt", "ground_truth", "extra_info", "expires_s", "traceparent", "issued_s")
+    __slots__ = ("ref", "prompt_id", "purpose", "sampling", "data_source", "prompt", "ground_truth", "extra_info", "expires_s", "traceparent", "issued_s", "parts")
     REF_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class Lease(_message.Message):
     EXPIRES_S_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     ISSUED_S_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     ref: LeaseRef
     prompt_id: str
     purpose: _common_pb2.Purpose
@@ -63,7 +64,32 @@ class Lease(_message.Message):
     expires_s: float
     traceparent: str
     issued_s: float
-    def __init__(self, ref: _Optional[_Union[LeaseRef, _Mapping]] = ..., prompt_id: _Optional[str] = ..., purpose: _Optional[_Union[_common_pb2.Purpose, str]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., data_source: _Optional[str] = ..., prompt: _Optional[str] = ..., ground_truth: _Optional[str] = ..., extra_info: _Optional[str] = ..., expires_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., issued_s: _Optional[float] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[Part]
+    def __init__(self, ref: _Optional[_Union[LeaseRef, _Mapping]] = ..., prompt_id: _Optional[str] = ..., purpose: _Optional[_Union[_common_pb2.Purpose, str]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., data_source: _Optional[str] = ..., prompt: _Optional[str] = ..., ground_truth: _Optional[str] = ..., extra_info: _Optional[str] = ..., expires_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., issued_s: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("request", "start", "tokens", "logprobs", "versions", "experts")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    start: int
+    tokens: bytes
+    logprobs: bytes
+    versions: _containers.RepeatedCompositeFieldContainer[_common_pb2.VersionSpan]
+    experts: _common_pb2.Experts
+    def __init__(self, request: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., versions: _Optional[_Iterable[_Union[_common_pb2.VersionSpan, _Mapping]]] = ..., experts: _Optional[_Union[_common_pb2.Experts, _Mapping]] = ...) -> None: ...
+
+class LeaseParts(_message.Message):
+    __slots__ = ("ref", "parts")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    ref: LeaseRef
+    parts: _containers.RepeatedCompositeFieldContainer[Part]
+    def __init__(self, ref: _Optional[_Union[LeaseRef, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
     __slots__ = ("member_id", "free_samples", "wait_s")
@@ -84,12 +110,14 @@ class LeaseResponse(_message.Message):
     def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ..., idle_reason: _Optional[str] = ...) -> None: ...
 
 class ExtendRequest(_message.Message):
-    __slots__ = ("member_id", "leases")
+    __slots__ = ("member_id", "leases", "parts")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     leases: _containers.RepeatedCompositeFieldContainer[LeaseRef]
-    def __init__(self, member_id: _Optional[str] = ..., leases: _Optional[_Iterable[_Union[LeaseRef, _Mapping]]] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[LeaseParts]
+    def __init__(self, member_id: _Optional[str] = ..., leases: _Optional[_Iterable[_Union[LeaseRef, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[LeaseParts, _Mapping]]] = ...) -> None: ...
 
 class ExtendResponse(_message.Message):
     __slots__ = ("expires_s", "lost")
@@ -116,12 +144,14 @@ class CompleteResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("member_id", "leases")
+    __slots__ = ("member_id", "leases", "parts")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     leases: _containers.RepeatedCompositeFieldContainer[LeaseRef]
-    def __init__(self, member_id: _Optional[str] = ..., leases: _Optional[_Iterable[_Union[LeaseRef, _Mapping]]] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[LeaseParts]
+    def __init__(self, member_id: _Optional[str] = ..., leases: _Optional[_Iterable[_Union[LeaseRef, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[LeaseParts, _Mapping]]] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ()

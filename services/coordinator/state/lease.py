@@ -67,3 +67,5 @@ class Claim:
 
     ref: LeaseRef
     row: QueuedPrompt
+    parts: bytes = b""
+    """What earlier holders sampled: a serialized LeaseParts."""

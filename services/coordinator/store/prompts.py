@@ -5,9 +5,10 @@ holds the lease, and its idle time is the age of the lease. Entries whose holder
 `nobody` and are leased first. Each purpose has its own queue and ledger.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 from millrace.drops import Drop, DropReason
 from millrace.errors import Fenced, InvalidState
@@ -24,14 +25,19 @@ UNDONE_AT_ONCE = 1000
 """Prompts that one command takes back in a rewind. Other commands wait for it."""
 ANSWERS_KEPT_S = 900
 """How long the answer to a repeated Complete is remembered."""
+MOST_PARTS_BYTES = 64 << 20
+"""What is kept of one lease. What comes beyond is generated again if the lease is lost."""
+LEASED_PARTS_BYTES = 32 << 20
+"""One call leases no more prompts with parts once it has so many bytes of them."""
 LONGEST_DETAIL = 2000
 """Characters of a drop's detail that are kept."""
 
 PARTS = (
-    *("queue", "fence", "leased", "groups", "summaries", "generated", "waiting", "notes", "deaths"),
+    *("queue", "fence", "leased", "parts", "groups", "summaries", "generated", "waiting", "notes", "deaths"),
     *("state", "counts", "settled", "reason", "reasons"),
 )
-"""The keys of one ledger."""
+"""The keys of one ledger. Those of the parts of single entries are besides."""
+NO_PARTS: Mapping[LeaseRef, bytes] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -84,23 +90,30 @@ class Prompts:
         """Up to `count` leases for the member; none where the job has another lineage than the member's weights. None
         while the member is held back: it has a prompt that is leased alone, as others died with it."""
         ledgers = [f"{self._job}:{purpose}" for purpose in Purpose]
-        claims = await self._redis.run("lease", [self._base, self._job, *ledgers], [member, count, lineage])
+        claims = await self._redis.run(
+            "lease", [self._base, self._job, *ledgers], [member, count, lineage, LEASED_PARTS_BYTES]
+        )
         if isinstance(claims, bytes):
             return None
         return [
-            Claim(LeaseRef(self._purpose, LeaseId(text(entry)), Fence(fence)), QueuedPrompt.decode(fields))
-            for entry, fence, fields in claims
+            Claim(LeaseRef(self._purpose, LeaseId(text(entry)), Fence(fence)), QueuedPrompt.decode(fields), parts)
+            for entry, fence, fields, parts in claims
         ]
 
-    async def extend(self, member: MemberId, leases: Sequence[LeaseRef]) -> set[LeaseRef]:
-        """Restarts the deadlines of the leases; answers those that the member has lost."""
-        lost = {text(entry) for entry in await self._redis.run("extend", [self._base], [member, *_entries(leases)])}
+    async def extend(
+        self, member: MemberId, leases: Sequence[LeaseRef], parts: Mapping[LeaseRef, bytes] = NO_PARTS
+    ) -> set[LeaseRef]:
+        """Restarts the deadlines of the leases, and keeps their serialized `parts`; answers the leases that the member
+        has lost."""
+        arguments = [member, MOST_PARTS_BYTES, *_entries(leases, parts)]
+        lost = {text(entry) for entry in await self._redis.run("extend", [self._base], arguments)}
         return {lease for lease in leases if lease.id in lost}
 
     # From a lease back to the queue. Each answers the prompts that are queued again.
 
-    async def release(self, leases: Sequence[LeaseRef]) -> list[PromptId]:
-        return _prompts(await self._redis.run("release", [self._base], _entries(leases)))
+    async def release(self, leases: Sequence[LeaseRef], parts: Mapping[LeaseRef, bytes] = NO_PARTS) -> list[PromptId]:
+        """Ends the leases, whose serialized `parts` are kept."""
+        return _prompts(await self._redis.run("release", [self._base], [MOST_PARTS_BYTES, *_entries(leases, parts)]))
 
     async def expire(self, lease_s: float) -> list[PromptId]:
         """Ends the leases that were not extended for `lease_s`."""
@@ -179,7 +192,8 @@ class Prompts:
 
     async def forget(self) -> None:
         """Deletes this ledger."""
-        await self._redis.do("DEL", *(f"{self._base}:{part}" for part in PARTS))
+        entries = [f"parts:{text(entry)}" for entry in await self._redis.do("HKEYS", f"{self._base}:parts")]
+        await self._redis.do("DEL", *(f"{self._base}:{part}" for part in (*PARTS, *entries)))
 
     # Reading.
 
@@ -246,8 +260,8 @@ def _is_new(lease: LeaseRef, outcome: Outcome) -> bool:
     return outcome is Outcome.DONE
 
 
-def _entries(leases: Sequence[LeaseRef]) -> list[str | int]:
-    return [part for lease in leases for part in (lease.id, lease.fence)]
+def _entries(leases: Sequence[LeaseRef], parts: Mapping[LeaseRef, bytes]) -> list[str | int | bytes]:
+    return [each for lease in leases for each in (lease.id, lease.fence, parts.get(lease, b""))]
 
 
 def _encoded(drafts: Sequence[Draft]) -> list[str | bytes | int]:

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import structlog
+from google.protobuf.message import DecodeError
 
 from millrace import events
 from millrace.admission.choices import needs_greedy_baseline, teacher_top
+from millrace.contracts.parts import assembled, within
 from millrace.contracts.v1 import common_pb2, work_pb2
 from millrace.drops import Drop, DropReason
 from millrace.errors import NotFound
@@ -29,9 +31,10 @@ from services.coordinator.state.bell import Bell
 from services.coordinator.state.deaths import PROMPT_BUDGET
 from services.coordinator.state.group import GroupSummary, Wanted, fault
 from services.coordinator.state.job import ENDED
-from services.coordinator.state.lease import LeaseRef
+from services.coordinator.state.lease import Claim, LeaseRef
 from services.coordinator.state.member import Member, Weights
 from services.coordinator.store import Prompts, Store, StoreDown
+from services.coordinator.store.prompts import NO_PARTS
 from services.coordinator.work.line import Line
 
 log = structlog.get_logger(__name__)
@@ -106,6 +109,11 @@ class RunningJob:
             return False
         behind = current.version - held.version
         return behind == 0 if purpose is Purpose.EVALUATION else 0 <= behind <= self.max_staleness
+
+    def usable(self, parts: Sequence[work_pb2.Part], purpose: Purpose) -> list[work_pb2.Part]:
+        """The parts that can still become what is asked for."""
+        newest = self.weights.version
+        return within(parts, newest if purpose is Purpose.EVALUATION else newest - self.max_staleness, newest)
 
 
 @dataclass(frozen=True)
@@ -205,6 +213,7 @@ class Queue:
                 lease = claim.row.lease
                 lease.ref.CopyFrom(claim.ref.message(job.weights.job_id))
                 lease.expires_s = job.terms.lease_s
+                lease.parts.extend(job.usable(_assembled(claim), purpose))
                 _record_queue(job.weights.job_id, lease)
                 leases.append(lease)
                 free_samples -= samples
@@ -227,13 +236,18 @@ class Queue:
     # Answers.
 
     async def extend(
-        self, member_id: MemberId, job_id: JobId, leases: Sequence[LeaseRef]
+        self,
+        member_id: MemberId,
+        job_id: JobId,
+        leases: Sequence[LeaseRef],
+        parts: Mapping[LeaseRef, bytes] = NO_PARTS,
     ) -> tuple[set[LeaseRef], float]:
-        """Restarts the deadlines; answers the leases that the member has lost, and for how long it has the others."""
+        """Restarts the deadlines, and keeps serialized parts; answers the leases that the member has lost, and for how
+        long it has the others."""
         terms = await self._terms(job_id)
         lost: set[LeaseRef] = set()
-        for purpose, part in _by_purpose(leases).items():
-            lost |= await self._prompts(job_id, purpose).extend(member_id, part)
+        for purpose, some in _by_purpose(leases).items():
+            lost |= await self._prompts(job_id, purpose).extend(member_id, some, parts)
         return lost, terms.lease_s
 
     async def complete(self, member_id: MemberId, job_id: JobId, lease: LeaseRef, group: common_pb2.Group) -> None:
@@ -261,10 +275,16 @@ class Queue:
         self._line.wake(member_id)
         self.answered.ring()
 
-    async def release(self, member_id: MemberId, job_id: JobId, leases: Sequence[LeaseRef]) -> None:
-        """Ends leases unanswered: their prompts are leased again at once."""
-        for purpose, part in _by_purpose(leases).items():
-            await self._prompts(job_id, purpose).release(part)
+    async def release(
+        self,
+        member_id: MemberId,
+        job_id: JobId,
+        leases: Sequence[LeaseRef],
+        parts: Mapping[LeaseRef, bytes] = NO_PARTS,
+    ) -> None:
+        """Ends leases unanswered: their prompts are leased again at once, with their serialized parts."""
+        for purpose, some in _by_purpose(leases).items():
+            await self._prompts(job_id, purpose).release(some, parts)
         self.issued.ring()
 
     async def held(self) -> dict[MemberId, int]:
@@ -357,6 +377,14 @@ def _record_queue(job_id: JobId, lease: work_pb2.Lease) -> None:
     root = TraceContext.parse(lease.traceparent, job_id=job_id, group=lease.prompt_id)
     if lease.issued_s:
         RECORDER.past(SpanKind.QUEUE, root, lease.issued_s, time.time(), figures={"claim": float(lease.ref.fence)})
+
+
+def _assembled(claim: Claim) -> list[work_pb2.Part]:
+    try:
+        return assembled(work_pb2.LeaseParts.FromString(claim.parts).parts)
+    except DecodeError as error:  # of a replica that sent something else
+        log.warning("parts of a lease cannot be read", prompt=claim.row.prompt_id, error=str(error))
+        return []
 
 
 def _by_purpose(leases: Sequence[LeaseRef]) -> dict[Purpose, list[LeaseRef]]:

@@ -1,14 +1,14 @@
 """Slots of the engine: an episode has one while it generates, and none while it waits for its environment."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from millrace.telemetry.spans.context import current
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
-from services.rollout.engine import Completion, Engine, Sampling
+from services.rollout.engine import NO_TOKENS, Completion, Engine, Partial, Response, Sampling
 
 LEAST_WAIT_S = 0.001
 """A shorter wait for a slot is no span."""
@@ -28,6 +28,10 @@ class Slots:
     """Called when `open` or `generating` has changed."""
     on_completion: Callable[[Completion], None] = lambda _: None
     """Called with each completion of the engine."""
+    prefixes: Mapping[int, Partial] = field(default_factory=dict)
+    """What is known already of the answers of the episodes, by their number."""
+    responses: dict[int, Response] = field(default_factory=dict)
+    """The answers of episodes of one turn that have begun, by the episodes' number."""
     open: int = field(init=False)
     """Episodes that have not ended."""
     generating: int = field(init=False)
@@ -37,10 +41,10 @@ class Slots:
         self.open = self.generating = self.episodes
 
     @contextmanager
-    def episode(self) -> Iterator["EpisodeSlot"]:
-        """The slot of the next episode. It is free when the episode ends."""
+    def episode(self, number: int = 0) -> Iterator["EpisodeSlot"]:
+        """The slot of an episode, counted from 0. It is free when the episode ends."""
         try:
-            yield EpisodeSlot(self)
+            yield EpisodeSlot(self, number)
         finally:
             self.open -= 1
             self._change(-1)
@@ -55,6 +59,7 @@ class EpisodeSlot:
     """The slot of one episode."""
 
     _slots: Slots
+    _number: int
 
     @contextmanager
     def free(self) -> Iterator[None]:
@@ -74,14 +79,26 @@ class EpisodeSlot:
         finally:
             self._slots._change(-1)
 
-    async def generate(self, engine: Engine, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
+    async def answer(self, engine: Engine, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
+        """`generate` for an episode that is this one answer. It is continued if it was begun elsewhere, and can be
+        continued elsewhere."""
+        response = Response(self._slots.prefixes.get(self._number, NO_TOKENS))
+        self._slots.responses[self._number] = response
+        return await self.generate(engine, prompt_tokens, sampling, response)
+
+    async def generate(
+        self, engine: Engine, prompt_tokens: Sequence[int], sampling: Sampling, response: Response | None = None
+    ) -> Completion:
         """One completion of the engine for this episode. Records the wait for a slot and the generation as spans."""
         began_s, context = time.time(), current()
-        completion = await engine.generate(prompt_tokens, sampling)
+        if response is None:
+            completion = await engine.generate(prompt_tokens, sampling)
+        else:
+            completion = await engine.generate(prompt_tokens, sampling, response)
         slot_s = began_s + completion.waited_s
         if completion.waited_s > LEAST_WAIT_S:
             RECORDER.past(SpanKind.ENGINE_QUEUE, context, began_s, slot_s)
-        tokens = float(len(completion.tokens))
+        tokens = float(len(completion.tokens) - completion.carried)
         RECORDER.past(SpanKind.GENERATE, context, slot_s, time.time(), figures={"tokens": tokens})
         self.completed(completion)
         return completion

@@ -58,7 +58,7 @@ async def first_of(tasks: Sequence[asyncio.Task[Episode]], enough: int) -> Ended
 
 async def single_turn(engine: Engine, prompt: Prompt, sampling: Sampling, slot: EpisodeSlot) -> Episode:
     """The episode of a job without an environment: one answer to the prompt."""
-    return Episode.of(await slot.generate(engine, prompt.rendered.token_ids, sampling))
+    return Episode.of(await slot.answer(engine, prompt.rendered.token_ids, sampling))
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,11 @@ class GroupGenerator:
         """
         taken = slots or Slots(len(requests))
 
-        async def one(sampling: Sampling) -> Episode:
-            with taken.episode() as slot:
+        async def one(number: int, sampling: Sampling) -> Episode:
+            with taken.episode(number) as slot:
                 return await self.run_episode(self.engine, prompt, sampling, slot)
 
-        tasks = [asyncio.create_task(one(sampling)) for sampling in requests]
+        tasks = [asyncio.create_task(one(number, sampling)) for number, sampling in enumerate(requests)]
         try:
             count = len(tasks) - greedy
             ended = await first_of(tasks[:count], count if enough is None else enough)

@@ -6,7 +6,7 @@ coordinator has taken it, so that a restart of the coordinator loses no group.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -25,6 +25,7 @@ from millrace.wire.server import LARGEST_GROUP_BYTES
 from services.rollout.engine import Completion, Engine, EngineDied
 from services.rollout.episode.slots import Slots
 from services.rollout.work.groups import GroupGenerator
+from services.rollout.work.parts import prefixes, reported, unreported
 
 DECREASE = 0.8
 """Part of the slots that is left after a preemption."""
@@ -72,6 +73,8 @@ WAIT_S = 25.0
 RETRY_S = 1.0
 ANSWER_ATTEMPTS = 600
 """About 20 minutes of a coordinator that cannot be reached."""
+PARTS_BYTES = 16 << 20
+"""Size of the parts of leases after which a message to the coordinator is full."""
 ENVELOPE_BYTES = 4096
 """More than a message that answers a lease has besides its group."""
 Key = tuple[str, "common_pb2.Purpose", str]
@@ -108,6 +111,8 @@ class Leases:
         """The slots of the generator's engine that may be used."""
         self._changed = asyncio.Event()
         self._extend_soon = asyncio.Event()
+        self._reported_first = 0
+        """Index of the lease whose parts are the first in the next extension."""
         self._not_asking = asyncio.Event()
         self._not_asking.set()
 
@@ -149,19 +154,18 @@ class Leases:
                 await asyncio.wait([held.task for held in self._held.values()])
 
     async def release(self, reason: str) -> None:
-        """Stops all work in progress and returns the leases, so that they are issued again at once."""
+        """Stops all work in progress and returns the leases with what they have got, so that they are issued again at
+        once."""
         held = list(self._held.values())
+        parts = [_unreported(one.lease, one.slots) for one in held]
         for one in held:
             one.task.cancel(reason)
         if not held:
             return
         await asyncio.wait([one.task for one in held])
         log.info("leases returned", count=len(held), reason=reason)
-        request = work_pb2.ReleaseRequest(member_id=self._member_id, leases=[one.lease.ref for one in held])
-        try:
-            await self.coordinator.call(WorkRpc.Release, request, attempts=3)
-        except MillraceError as error:
-            log.warning("leases could not be returned; they expire", count=len(held), error=str(error))
+        for some in _in_batches(parts):
+            await self._return(some)
 
     # Pulling.
 
@@ -215,7 +219,9 @@ class Leases:
         held = self._held.get(key)
         if held is not None:  # this replica's own lease expired and it claimed it again: the older fence is refused
             held.task.cancel("claimed again")
-        slots = Slots(lease.sampling.samples + lease.sampling.greedy_baseline, self._slots_changed, self._on_completion)
+        episodes, known = lease.sampling.samples + lease.sampling.greedy_baseline, prefixes(lease.parts)
+        slots = Slots(episodes, self._slots_changed, self._on_completion, known)
+        del lease.parts[:]
         task = asyncio.create_task(self._work(lease, generator, slots), name=f"lease {lease.ref.lease_id}")
         self._held[key] = HeldLease(lease, task, lease.expires_s, slots)
         self._extend_soon.set()
@@ -224,7 +230,7 @@ class Leases:
     # Working.
 
     def _on_completion(self, completion: Completion) -> None:
-        self.generated_tokens += len(completion.tokens)
+        self.generated_tokens += len(completion.tokens) - completion.carried
         self._concurrency.ended()
 
     def _slots_changed(self) -> None:
@@ -237,7 +243,7 @@ class Leases:
         if self._generator is not generator or lease.ref.job_id != generator.job.id:
             # Every change of job leaves some leases that were granted just before it.
             log.info("lease returned", prompt=lease.prompt_id, reason="the replica takes no more work for this job")
-            await self._return(lease)
+            await self._return([_unreported(lease, slots)])
             return
         root = TraceContext.parse(lease.traceparent, job_id=lease.ref.job_id, group=lease.prompt_id)
         with RECORDER.span(SpanKind.LEASE, parent=root) as holding:
@@ -249,7 +255,7 @@ class Leases:
                 return
             except MillraceError as error:
                 log.warning("lease returned", prompt=lease.prompt_id, reason=str(error))
-                await self._return(lease)
+                await self._return([_unreported(lease, slots)])
                 return
             await self._answer(lease, answer)
 
@@ -270,12 +276,14 @@ class Leases:
         except MillraceError as error:
             log.error("answer lost; the lease expires and the prompt is issued again", error=str(error))
 
-    async def _return(self, lease: work_pb2.Lease) -> None:
-        request = work_pb2.ReleaseRequest(member_id=self._member_id, leases=[lease.ref])
+    async def _return(self, leases: Sequence[work_pb2.LeaseParts]) -> None:
+        """Returns leases unanswered, with what they have got."""
+        refs, parts = [one.ref for one in leases], [one for one in leases if one.parts]
+        request = work_pb2.ReleaseRequest(member_id=self._member_id, leases=refs, parts=parts)
         try:
             await self.coordinator.call(WorkRpc.Release, request, attempts=3)
         except MillraceError as error:
-            log.warning("the lease expires instead", prompt=lease.prompt_id, error=str(error))
+            log.warning("leases could not be returned; they expire", count=len(leases), error=str(error))
 
     def _done(self, key: Key, task: asyncio.Task[None]) -> None:
         held = self._held.get(key)
@@ -304,11 +312,17 @@ class Leases:
                 await self._extend_soon.wait()
                 continue
             await asyncio.sleep(life_s / 3)
-            refs = [held.lease.ref for held in self._held.values()]
-            if not refs:
+            held = list(self._held.values())
+            if not held:
                 continue
+            # What does not fit is sent with the next extension: then it comes first.
+            self._reported_first = (self._reported_first + 1) % len(held)
+            turned = held[self._reported_first :] + held[: self._reported_first]
+            parts = next(_in_batches(_unreported(one.lease, one.slots) for one in turned))
+            refs = [one.lease.ref for one in held]
             try:
                 request = work_pb2.ExtendRequest(member_id=self._member_id, leases=refs)
+                request.parts.extend(one for one in parts if one.parts)
                 reply = await self.coordinator.call(WorkRpc.Extend, request)
             except NotFound:
                 self.on_forgotten()
@@ -317,6 +331,8 @@ class Leases:
             except MillraceError as error:
                 log.warning("leases not extended", error=str(error))
             else:
+                for one, part in zip(turned, parts, strict=False):
+                    reported(one.slots.responses, part.parts)
                 self._extended(reply)
 
     def _extended(self, reply: work_pb2.ExtendResponse) -> None:
@@ -328,6 +344,23 @@ class Leases:
         if reply.expires_s > 0:
             for held in self._held.values():
                 held.expires_s = reply.expires_s
+
+
+def _unreported(lease: work_pb2.Lease, slots: Slots) -> work_pb2.LeaseParts:
+    return work_pb2.LeaseParts(ref=lease.ref, parts=unreported(slots.responses))
+
+
+def _in_batches(parts: Iterable[work_pb2.LeaseParts]) -> Iterator[list[work_pb2.LeaseParts]]:
+    """The parts of leases, divided so that each batch but for its last lease has less than PARTS_BYTES."""
+    batch, size = list[work_pb2.LeaseParts](), 0
+    for one in parts:
+        batch.append(one)
+        size += one.ByteSize()
+        if size >= PARTS_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _preempted(engine: Engine) -> int:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,8 @@ class Coordinator(fleet_pb2_grpc.FleetServicer, work_pb2_grpc.WorkServicer):
     left: dict[str, str] = field(default_factory=dict)
     draining: set[str] = field(default_factory=set)
     extends: int = 0
+    parts: dict[str, list[work_pb2.Part]] = field(default_factory=dict)
+    """What came of each lease."""
     pools: dict[str, list[str]] = field(default_factory=dict)
     """Addresses of the replicas of each pool. `pools_asked` counts the questions for them."""
     endpoints: dict[str, list[str]] = field(default_factory=dict)
@@ -152,6 +154,7 @@ class Coordinator(fleet_pb2_grpc.FleetServicer, work_pb2_grpc.WorkServicer):
     ) -> work_pb2.ExtendResponse:
         self._known(request.member_id)
         self.extends += 1
+        self._keep(request.parts)
         lost = [ref for ref in request.leases if ref.lease_id in self.lost]
         return work_pb2.ExtendResponse(expires_s=self.lease_s, lost=lost)
 
@@ -174,9 +177,22 @@ class Coordinator(fleet_pb2_grpc.FleetServicer, work_pb2_grpc.WorkServicer):
         self, request: work_pb2.ReleaseRequest, context: grpc.aio.ServicerContext
     ) -> work_pb2.ReleaseResponse:
         self.released += [ref.lease_id for ref in request.leases]
+        self._keep(request.parts)
         return work_pb2.ReleaseResponse()
 
+    def _keep(self, parts: Iterable[work_pb2.LeaseParts]) -> None:
+        for one in parts:
+            self.parts.setdefault(one.ref.lease_id, []).extend(one.parts)
+
     # What a test asks for.
+
+    def issue_again(self, lease_id: str) -> None:
+        """Leases a prompt to the next who asks, with the parts that came, under a higher fence."""
+        lease = self.leased.pop(lease_id)
+        lease.ref.fence += 1
+        del lease.parts[:]
+        lease.parts.extend(self.parts[lease_id])
+        self.waiting.append(lease)
 
     def issue(self, number: int, prompt: Any = None, ground_truth: Any = "x", **sampling: Any) -> str:
         """Puts a prompt on the queue and returns its id."""

@@ -12,6 +12,7 @@ for _, entry in ipairs(redis.call('XRANGE', base .. ':queue', '-', '+')) do drop
 for _, prompt in ipairs(redis.call('ZRANGE', base .. ':generated', 0, -1)) do drop(prompt) end
 for _, prompt in ipairs(redis.call('ZRANGE', base .. ':waiting', 0, -1)) do drop(prompt) end
 redis.call('HSET', base .. ':counts', 'waiting', 0)
+forget_all_parts(base)
 for _, part in ipairs({'queue', 'fence', 'leased', 'groups', 'summaries', 'generated', 'waiting', 'notes', 'deaths'}) do
   redis.call('DEL', base .. ':' .. part)
 end

@@ -1,10 +1,11 @@
 -- Claims up to `count` prompts for a member: first those that other members lost, then new ones.
 -- None if the job has another lineage by now: the member's weights are not valid then.
 -- A prompt with which several members died is leased alone: if another one dies, it was this prompt.
--- KEYS: base, job, the bases of all ledgers of the job. ARGV: member, count, lineage.
--- Answers {entry, fence, fields of the prompt's row} for each; 'held back' while the member has such a prompt.
+-- KEYS: base, job, the bases of all ledgers of the job. ARGV: member, count, lineage, bytes of parts after which no more
+-- prompts with parts are claimed.
+-- Answers {entry, fence, fields of the prompt's row, parts of earlier holders} for each; 'held back' while the member has such a prompt.
 local base, member, count = KEYS[1], ARGV[1], tonumber(ARGV[2])
-local queue, leases = base .. ':queue', {}
+local queue, leases, bytes = base .. ':queue', {}, 0
 if redis.call('HGET', KEYS[2], 'lineage') ~= ARGV[3] then return leases end
 if count < 1 or redis.call('EXISTS', queue) == 0 then return leases end
 
@@ -31,12 +32,14 @@ local function claim(entry, fields)
   move(base, prompt, 'lease')
   local fence = redis.call('HINCRBY', base .. ':fence', entry, 1)
   redis.call('HSET', base .. ':leased', entry, prompt)
-  leases[#leases + 1] = {entry, fence, fields}
+  local parts = redis.call('HEXISTS', base .. ':parts', entry) == 1 and redis.call('GET', base .. ':parts:' .. entry) or ''
+  bytes = bytes + #parts
+  leases[#leases + 1] = {entry, fence, fields, parts}
 end
 
 for _, pending in ipairs(redis.call('XPENDING', queue, GROUP, '-', '+', count, NOBODY)) do
   local suspect = is_suspect(base, pending[1])
-  if suspect and #leases > 0 then return leases end
+  if (suspect and #leases > 0) or bytes > tonumber(ARGV[4]) then return leases end
   local entry = redis.call('XCLAIM', queue, GROUP, member, 0, pending[1])[1]
   if entry then claim(entry[1], entry[2]) end
   if suspect then return leases end

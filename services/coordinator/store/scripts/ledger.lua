@@ -38,8 +38,26 @@ local function give_back(base, entry)
   return prompt
 end
 
+-- What the holders of an entry have sampled so far: serialized LeaseParts, one after the other, which is one message
+-- with all of them. The hash has their size. More than `most` bytes are not kept.
+local function keep_parts(base, entry, parts, most)
+  local size = tonumber(redis.call('HGET', base .. ':parts', entry) or '0') + #parts
+  if #parts == 0 or size > most then return end
+  redis.call('APPEND', base .. ':parts:' .. entry, parts)
+  redis.call('HSET', base .. ':parts', entry, size)
+end
+
+local function forget_parts(base, entry)
+  if redis.call('HDEL', base .. ':parts', entry) == 1 then redis.call('UNLINK', base .. ':parts:' .. entry) end
+end
+
+local function forget_all_parts(base)
+  for _, entry in ipairs(redis.call('HKEYS', base .. ':parts')) do forget_parts(base, entry) end
+end
+
 -- Removes an entry from the queue for good.
 local function dequeue(base, entry)
+  forget_parts(base, entry)
   redis.call('XACK', base .. ':queue', GROUP, entry)
   redis.call('XDEL', base .. ':queue', entry)
   redis.call('HDEL', base .. ':fence', entry)
@@ -119,8 +137,8 @@ local function place(base, step, prompt, reason, detail, first, last)
   end
 end
 
--- Takes the job back to step `to`. Weights from before are not valid any more, and what was in flight waits to be issued
--- again. What was settled since may be the whole pass: undo.lua does that part, and until then a note says how far.
+-- Takes the job back to step `to`. Weights from before are not valid any more, nor is what they sampled, and what was in
+-- flight waits to be issued again. What was settled since may be the whole pass: undo.lua does that part, and until then a note says how far.
 local function rewind(base, job, to)
   local queue, step = base .. ':queue', tonumber(redis.call('HGET', job, 'step'))
 
@@ -147,6 +165,7 @@ local function rewind(base, job, to)
   end
   redis.call('HSET', base .. ':notes', 'refused_in_a_row', 0, 'undoing_after', to)
   redis.call('DEL', base .. ':deaths')
+  forget_all_parts(base)
   redis.call('HSET', job, 'step', to, 'version', to)
   redis.call('HINCRBY', job, 'lineage', 1)
   redis.call('DEL', job .. ':batch')

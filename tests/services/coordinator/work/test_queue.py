@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from millrace.contracts.v1 import fleet_pb2
+from millrace.contracts.v1 import common_pb2, fleet_pb2, work_pb2
 from millrace.drops import Drop, DropReason
 from millrace.errors import Fenced, NotFound
 from millrace.ids import JobId, MemberId, Purpose, Version
@@ -330,3 +330,59 @@ def test_leases_are_not_expired_later_than_asked(redis_url: str, monkeypatch: py
         assert await expire(0.1) == ["0-0"]
 
     at_the_desk(redis_url, scenario)
+
+
+def part(version: int, tokens: int = 1, start: int = 0) -> work_pb2.Part:
+    spans = [common_pb2.VersionSpan(version=version, start=0, end=tokens)]
+    return work_pb2.Part(start=start, tokens=bytes(4 * tokens), logprobs=bytes(4 * tokens), versions=spans)
+
+
+def serialized(*parts: work_pb2.Part) -> bytes:
+    return work_pb2.LeaseParts(parts=parts).SerializeToString()
+
+
+def test_a_lease_goes_on_with_what_its_holders_have_told(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        a, b = await desk.member(), await desk.member("rollout-b", port=2)
+        await desk.issue(2)
+        one, two = (LeaseRef.of(lease.ref) for lease in (await desk.queue.lease(a.id, 8, 0.0))[0])
+        assert (await desk.queue.extend(a.id, JOB.id, [one, two], {one: serialized(part(0, 2))}))[0] == set()
+        assert (await desk.queue.extend(a.id, JOB.id, [one], {one: serialized(part(0, 3, start=2))}))[0] == set()
+        await desk.queue.release(a.id, JOB.id, [one, two], {one: serialized(part(0, 1, start=5)), two: b"\xff"})
+        # Whoever has lost the lease changes nothing.
+        assert (await desk.queue.extend(a.id, JOB.id, [one], {one: serialized(part(0, 9))}))[0] == {one}
+        first, second = (await desk.queue.lease(b.id, 8, 0.0))[0]
+        assert [len(p.tokens) // 4 for p in first.parts] == [6] and not second.parts
+        again = LeaseRef.of(first.ref)
+        await desk.queue.extend(b.id, JOB.id, [again], {again: serialized(part(0, 1, start=6))})
+        await desk.queue.take_back(b, "silence")
+        assert [len(p.tokens) // 4 for p in (await desk.queue.lease(a.id, 4, 0.0))[0][0].parts] == [7]
+
+    at_the_desk(redis_url, scenario)
+
+
+@pytest.mark.parametrize("end", ["refuse", "rewind", "close"])
+def test_parts_go_with_what_they_belong_to(redis_url: str, end: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        a, prompts = await desk.member(), desk.store.prompts(JOB.id)
+        await desk.issue(1)
+        ref = LeaseRef.of((await desk.queue.lease(a.id, 4, 0.0))[0][0].ref)
+        await desk.queue.extend(a.id, JOB.id, [ref], {ref: serialized(part(0))})
+        kept = {key for key in await desk.store.connection.do("KEYS", "*:parts*")}
+        assert len(kept) == 2
+        if end == "refuse":
+            await desk.queue.refuse(a.id, JOB.id, ref, Drop(DropReason.BAD_PROMPT, ""))
+        elif end == "rewind":
+            await prompts.rewind(0)
+        else:
+            await prompts.close(1, DropReason.JOB_FAILED)
+        assert await desk.store.connection.do("KEYS", "*:parts*") == []
+
+    at_the_desk(redis_url, scenario)
+
+
+def test_parts_too_stale_to_be_trained_are_not_continued() -> None:
+    job = RunningJob(weights(5), max_staleness=1, terms=TERMS)
+    old, good, new = part(3), part(4), part(5)
+    assert job.usable([old, good, new], Purpose.TRAIN) == [good, new]
+    assert job.usable([old, good, new], Purpose.EVALUATION) == [new]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from millrace.wire.arrays import unpack_logprobs, unpack_tokens
-from services.rollout.engine import Completion, EngineStats, Sampling
+from services.rollout.engine import Completion, EngineStats, Response, Sampling
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.versioned import VersionedEngine
 from services.rollout.engines.vllm.stats import SchedulerStats
@@ -27,9 +27,9 @@ def test_after_a_preemption_fewer_episodes_generate(tied_model: Path, monkeypatc
     may_end, preempted = asyncio.Semaphore(0), [0]
     generate = VersionedEngine.generate
 
-    async def held(self: Any, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
+    async def held(self: Any, prompt_tokens: Sequence[int], sampling: Sampling, response: Response) -> Completion:
         await may_end.acquire()
-        return await generate(self, prompt_tokens, sampling)
+        return await generate(self, prompt_tokens, sampling, response)
 
     monkeypatch.setattr(VersionedEngine, "generate", held)
     monkeypatch.setattr(TransformersEngine, "stats", lambda _: EngineStats(0, 0, 0.0, preempted=preempted[0]))
