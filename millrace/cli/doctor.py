@@ -1,6 +1,6 @@
 """The probes of `millrace doctor`. Each tries the real thing: a package is imported, not only found."""
 
-import functools
+import contextlib
 import importlib.util
 import json
 import os
@@ -8,28 +8,29 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import psutil
 import typer
 from rich.markup import escape
+from rich.table import Table
 
 from millrace.backends import BACKEND_NAMES, BACKENDS
 from millrace.backends.megatron import TESTED_DEEPEP
 from millrace.engines import ENGINE_NAMES, ENGINES
 from millrace.errors import Unavailable
+from millrace.imports import TIMEOUT_S, failures
 from millrace.local.host import visible_devices
 from millrace.sandbox import probe as sandbox_probe
 from millrace.sandbox.boundaries import Boundary, Missing, listed
 from millrace.software import Software, how_to_install, installed_release
-from millrace.terminal.output import AsJson, people, print_json, table
-
-IMPORT_TIMEOUT_S = 180.0
+from millrace.terminal.output import AsJson, people, print_json
 
 
 class Verdict(StrEnum):
@@ -91,21 +92,55 @@ SCORING = Software(
     extras=("scoring",),
     also_shown=("reasoning-gym",),
 )
-SOFTWARE = (
+WITH_TORCH = (
     *(Needed(name, Need.GENERATE, engine.software) for name, engine in ENGINES.items()),
     *(Needed(name, Need.TRAIN, backend.software) for name, backend in BACKENDS.items()),
+)
+WITHOUT_TORCH = (
     Needed("coordinator", Need.COORDINATE, COORDINATOR),
     Needed("scoring", Need.GENERATE, SCORING),
 )
 
 
-def examine() -> list[Finding]:
-    """All findings, in the order in which they are shown. Takes as long as the slowest import."""
-    probes: list[Callable[[], Finding]] = [python, machine, devices]
-    probes += [functools.partial(usable, needed) for needed in SOFTWARE]
-    probes += [cupy, deepep, sandbox, programs, redis_server, docker, compose]
-    with ThreadPoolExecutor(max_workers=max(2, (os.cpu_count() or 2) // 2)) as pool:
-        return list(pool.map(lambda probe: probe(), probes))
+def examine() -> Iterator[Finding]:
+    """All findings, each as soon as it is known: first what takes a moment, last what takes seconds to import."""
+    found: SimpleQueue[Finding | None] = SimpleQueue()
+
+    def examined(probe: Callable[[], Iterable[Finding]]) -> None:
+        try:
+            for finding in probe():
+                found.put(finding)
+        finally:
+            found.put(None)
+
+    probes: list[Callable[[], Iterable[Finding]]] = [_at_once, _importable, _containers]
+    with ThreadPoolExecutor(max_workers=len(probes)) as pool:
+        running = [pool.submit(examined, probe) for probe in probes]
+        ended = 0
+        while ended < len(probes):
+            if (finding := found.get()) is None:
+                ended += 1
+            else:
+                yield finding
+    for each in running:
+        each.result()
+
+
+def _at_once() -> Iterator[Finding]:
+    for probe in (python, machine, devices, redis_server, sandbox, programs):
+        yield probe()
+
+
+def _importable() -> Iterator[Finding]:
+    yield from usable(WITHOUT_TORCH)
+    yield cupy()
+    yield from usable(WITH_TORCH, first="torch")
+    yield deepep()
+
+
+def _containers() -> Iterator[Finding]:
+    yield docker()
+    yield compose()
 
 
 def can(findings: Sequence[Finding], names: Sequence[str]) -> list[str]:
@@ -143,14 +178,23 @@ def devices() -> Finding:
     return Finding("cuda", Need.MACHINE, Verdict.GOOD if output else Verdict.BROKEN, f"{len(names)} devices: {listing}")
 
 
-def usable(needed: Needed) -> Finding:
-    """Whether the software can be imported, in a process of its own: that may take seconds, and may crash."""
+def usable(software: Sequence[Needed], *, first: str = "") -> Iterator[Finding]:
+    """Whether each can be imported, as soon as it is known. `first` is a module that all of it imports."""
+    by_name = {needed.name: needed for needed in software}
+    for needed in software:
+        if not needed.software.release:
+            missing = f"{needed.software.distributions[0]} is not installed"
+            fix = by_name.pop(needed.name).software.how_to_install()
+            yield Finding(needed.name, needed.need, Verdict.MISSING, missing, fix)
+    for name, failure in failures({name: each.software.imports for name, each in by_name.items()}, first=first):
+        yield _installed(by_name[name], failure)
+
+
+def _installed(needed: Needed, failure: str) -> Finding:
+    """What is installed, with the error of importing it."""
     software, releases = needed.software, needed.software.releases
-    if not software.release:
-        missing = f"{software.distributions[0]} is not installed"
-        return Finding(needed.name, needed.need, Verdict.MISSING, missing, software.how_to_install())
     found = ", ".join(f"{package} {release}" for package, release in releases.items())
-    if failure := _import_failure(software.imports):
+    if failure:
         fix = f"install it again: {software.how_to_install(reinstall=True)}"
         return Finding(needed.name, needed.need, Verdict.BROKEN, f"{found}; {failure}", fix)
     untested = [package for package, release in releases.items() if not software.was_tested(package, release)]
@@ -166,7 +210,8 @@ def cupy() -> Finding:
     if importlib.util.find_spec("cupy") is None:
         missing = "CuPy is not installed: no weights can be published between GPUs"
         return Finding("cupy", Need.MACHINE, Verdict.MISSING, missing, install)
-    if failure := _import_failure(("cupy", "cupy_backends.cuda.libs.nccl")):
+    ((_, failure),) = failures({"cupy": ("cupy", "cupy_backends.cuda.libs.nccl")})
+    if failure:
         return Finding("cupy", Need.MACHINE, Verdict.BROKEN, failure, f"install it again: {install}")
     return Finding(
         "cupy", Need.MACHINE, Verdict.GOOD, f"cupy-cuda13x {installed_release('cupy-cuda13x') or 'is another build'}"
@@ -181,7 +226,7 @@ def deepep() -> Finding:
         return Finding("deepep", Need.TRAIN, Verdict.MISSING, "deep_ep is not installed", recipe)
     found = f"deep_ep {release or 'of unknown release'}"
     program = "from millrace.backends.megatron import deepep_obstacle; print(deepep_obstacle() or 'usable')"
-    answer = _run([sys.executable, "-c", program], IMPORT_TIMEOUT_S).splitlines()
+    answer = _run([sys.executable, "-c", program], TIMEOUT_S).splitlines()
     why = answer[-1] if answer else "loading it ends the process"
     if why != "usable":
         return Finding("deepep", Need.TRAIN, Verdict.BROKEN, f"{found}; {why}", recipe)
@@ -215,21 +260,6 @@ def programs() -> Finding:
     found = f"the reward `code` refuses jobs: its programs are not separated in {listed(missing)}"
     fix = "allow user namespaces inside others; no other reward needs that: docs/running.md has more"
     return Finding("programs", Need.GENERATE, Verdict.MISSING, found, fix, missing)
-
-
-def _import_failure(modules: Sequence[str]) -> str:
-    """Imports the modules in a process of its own. Returns the last line of its error, or nothing if it went well."""
-    program = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", program, *modules], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
-        return f"importing it takes more than {IMPORT_TIMEOUT_S:g} s"
-    if not done.returncode:
-        return ""
-    lines = done.stderr.strip().splitlines() or [f"importing it ended with status {done.returncode}"]
-    return lines[-1]
 
 
 def redis_server() -> Finding:
@@ -291,21 +321,31 @@ MARKS = {
 def doctor(as_json: AsJson = False) -> None:
     """Show what is installed on this machine, what works, and why the rest does not.
 
-    Imports every engine and backend once, which takes some seconds. Status 1 if this machine can neither generate nor
-    train.
+    Imports every engine and backend once, which takes some seconds; each line is printed as soon as it is known. Status
+    1 if this machine can neither generate nor train.
     """
-    findings = examine()
+    console, findings = people(), list[Finding]()
+    waiting = console.is_terminal and not as_json
+    with console.status("trying engines and backends") if waiting else contextlib.nullcontext():
+        for finding in examine():
+            findings.append(finding)
+            if not as_json:
+                console.print(_line(finding))
     serves, trains = can(findings, ENGINE_NAMES), can(findings, BACKEND_NAMES)
     if as_json:
         print_json({"findings": [f.to_dict() for f in findings], "generates_with": serves, "trains_with": trains})
         raise typer.Exit(0 if serves or trains else 1)
-    rows = table("", "FOR", "", "FOUND")
-    rows.columns[-1].no_wrap = False
-    for f in findings:
-        found = escape(f.found) + (f"\n[dim]{escape(f.fix)}[/]" if f.fix else "")
-        rows.add_row(f"[bold]{f.name}[/]", f.need, MARKS[f.verdict], found)
-    console = people()
-    console.print(rows)
     for what, names in (("generate", serves), ("train", trains)):
         console.print(f"can {what} with {', '.join(names)}" if names else f"[red]cannot {what}[/]: see above")
     raise typer.Exit(0 if serves or trains else 1)
+
+
+def _line(finding: Finding) -> Table:
+    """One finding, in columns of the same widths as those of the others."""
+    row = Table.grid(padding=(0, 2, 0, 0))
+    for width in (12, 10, 8):
+        row.add_column(width=width, no_wrap=True)
+    row.add_column()
+    found = escape(finding.found) + (f"\n[dim]{escape(finding.fix)}[/]" if finding.fix else "")
+    row.add_row(f"[bold]{finding.name}[/]", finding.need, MARKS[finding.verdict], found)
+    return row

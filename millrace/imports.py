@@ -1,0 +1,85 @@
+"""Whether modules can be imported, tried in processes of their own: an import may take seconds, and may crash.
+
+`python -m millrace.imports` forks one process for each group of modules, from one that has imported what they have in
+common: torch takes seconds.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, NoReturn
+
+TIMEOUT_S = 180
+"""Seconds for the modules of one group."""
+AT_A_TIME = max(1, (os.cpu_count() or 2) // 2)
+"""Groups that are imported at a time."""
+
+
+def failures(groups: Mapping[str, Sequence[str]], *, first: str = "") -> Iterator[tuple[str, str]]:
+    """The name of each group with the last line of its error, empty if all its modules can be imported, as soon as it
+    is known. `first` is a module that all groups import; if it fails, each group tells its own error."""
+    command = [sys.executable, "-m", __name__, json.dumps(dict(groups)), first]
+    left = dict(groups)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            name, failure = json.loads(line)
+            del left[name]
+            yield name, failure
+    for name in left:
+        yield name, f"importing {first or 'it'} {_ended(process.returncode)}"
+
+
+def _main(groups: Mapping[str, Sequence[str]], first: str) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what modules print is no answer
+    signal.alarm(TIMEOUT_S)
+    if first:
+        with contextlib.suppress(Exception):  # the groups tell
+            importlib.import_module(first)
+    signal.alarm(0)
+    waiting, running = list(groups.items()), dict[int, tuple[str, IO[str]]]()
+    said: IO[str]
+    while waiting or running:
+        while waiting and len(running) < AT_A_TIME:
+            name, modules = waiting.pop(0)
+            said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until the process has ended
+            if (process := os.fork()) == 0:
+                _attempt(modules, said)
+            running[process] = name, said
+        ended, status = os.wait()
+        if ended in running:
+            name, said = running.pop(ended)
+            with said:
+                said.seek(0)
+                code = os.waitstatus_to_exitcode(status)
+                failure = said.read() or (f"importing it {_ended(code)}" if code else "")
+            print(json.dumps([name, failure]), file=answers, flush=True)
+
+
+def _attempt(modules: Sequence[str], said: IO[str]) -> NoReturn:
+    """Imports the modules, writes the last line of the error, and ends the process."""
+    signal.alarm(TIMEOUT_S)
+    try:
+        for name in modules:
+            importlib.import_module(name)
+    except BaseException as error:  # a module may also raise SystemExit
+        said.write("".join(traceback.format_exception_only(error)).strip().rpartition("\n")[2])
+        said.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def _ended(code: int) -> str:
+    return f"takes more than {TIMEOUT_S} s" if code == -signal.SIGALRM else f"ended with status {code}"
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]), sys.argv[2])
