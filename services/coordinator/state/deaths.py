@@ -2,8 +2,9 @@
 
 A job ends only itself. Each death is charged to the job whose work the member held: to its place (the address, which
 the next life of the process has too) and to each prompt that it held. A completed group settles the deaths of all
-places, since the job's work can be done; a prompt's own deaths are settled by its own group. Where a budget is spent,
-the job fails, or the prompt is dropped, with the last words of who died.
+places, since the job's work can be done; a prompt's own deaths are settled by its own group. A trained step settles the
+last words too. What nothing settles is forgotten a day after the last death. If a budget is spent, the job fails, or
+the prompt is dropped, with the last words of who died.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,6 +18,8 @@ SUSPECT_AFTER = 2
 """Deaths after which a prompt is leased alone, so that the one that kills is told from those beside it."""
 TRAINER_BUDGET = 5
 """Times that the trainer is lost at one step; once more and the job fails."""
+COUNT_S = 86_400
+"""Seconds after the last death in which the deaths of a job count."""
 
 
 @dataclass(frozen=True)
@@ -48,5 +51,5 @@ def place_of(pool: str, address: str) -> str:
 
 
 def lua_budgets() -> str:
-    """The budgets of prompts as Lua's variables."""
-    return f"local PROMPT_BUDGET, SUSPECT_AFTER = {PROMPT_BUDGET}, {SUSPECT_AFTER}\n"
+    """The budgets of prompts, and how long deaths count, as Lua's variables."""
+    return f"local PROMPT_BUDGET, SUSPECT_AFTER, DEATHS_COUNT_S = {PROMPT_BUDGET}, {SUSPECT_AFTER}, {COUNT_S}\n"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.ids import Epoch, JobId, MemberId
-from services.coordinator.state.deaths import Deaths
+from services.coordinator.state.deaths import COUNT_S, Deaths
 from services.coordinator.store.connection import Connection, text
 from services.coordinator.store.jobs import key
 
@@ -51,7 +51,7 @@ PARTS = ("deaths", "setbacks", "last_words")
 
 
 class DeathRecords:
-    """The deaths of one job. The scripts that complete a group and start a job settle them."""
+    """The deaths of one job. The scripts that complete a group, train a step and start a job settle them."""
 
     def __init__(self, connection: Connection, job_id: JobId) -> None:
         self._redis = connection
@@ -68,13 +68,15 @@ class DeathRecords:
 
     async def say(self, member: MemberId, words: str) -> None:
         """Keeps what a member said that died."""
-        await self._redis.do("HSET", f"{self._job}:last_words", "member", member, "words", words)
+        key = f"{self._job}:last_words"
+        await self._redis.together(("HSET", key, "member", member, "words", words), ("EXPIRE", key, COUNT_S))
 
     async def guess(self, member: MemberId, why: str) -> None:
         """Notes who died last, before its words are known. `why`, as others saw its end, stands for them where no dead
         member has said anything yet."""
         key = f"{self._job}:last_words"
-        await self._redis.together(("HSET", key, "member", member), ("HSETNX", key, "words", why))
+        died = ("HSET", key, "member", member)
+        await self._redis.together(died, ("HSETNX", key, "words", why), ("EXPIRE", key, COUNT_S))
 
     async def last(self) -> str:
         """Id of the member that died last; empty where there is none."""

@@ -6,5 +6,6 @@ if step > tonumber(known[1] or '-1') then redis.call('HSET', KEYS[1], 'step', st
 if known[2] ~= ARGV[2] then
   redis.call('HSET', KEYS[1], 'token', ARGV[2])
   redis.call('HINCRBY', KEYS[1], 'count', 1)
+  redis.call('EXPIRE', KEYS[1], DEATHS_COUNT_S)
 end
 return tonumber(redis.call('HGET', KEYS[1], 'count'))

@@ -6,7 +6,10 @@ local queue, queued, dropped = base .. ':queue', {}, {}
 if redis.call('EXISTS', queue) == 0 then return {queued, dropped} end
 
 local function is_spent(prompt)
-  return died ~= '' and redis.call('HINCRBY', base .. ':deaths', prompt, 1) >= PROMPT_BUDGET
+  if died == '' then return false end
+  local deaths = redis.call('HINCRBY', base .. ':deaths', prompt, 1)
+  redis.call('EXPIRE', base .. ':deaths', DEATHS_COUNT_S)
+  return deaths >= PROMPT_BUDGET
 end
 
 repeat
