@@ -30,7 +30,7 @@ ORDER = {
         descriptors rewards rl telemetry weights
         contracts sandbox validation
         simulation
-        drops errors ids sequence_cost software
+        drops errors ids sequence_cost software imports
     """,
     "services.coordinator": """
         __main__
