@@ -91,9 +91,9 @@ def measured(scheme: str, lengths: Sequence[int], ranks: int, budget: int) -> Li
         case _:
             plan = unplanned(lengths, ranks=ranks, token_budget=budget)
     seconds = time.perf_counter() - began
-    told = report(plan, lengths, token_budget=budget, cost=QWEN3_8B)
+    figures = report(plan, lengths, token_budget=budget, cost=QWEN3_8B)
     fullest = max(sum(lengths[index] for index in members) for bins in plan for members in bins) / budget
-    return Line(told.waste, told.imbalance, told.lockstep_imbalance, told.microbatches, fullest, seconds)
+    return Line(figures.waste, figures.imbalance, figures.lockstep_imbalance, figures.microbatches, fullest, seconds)
 
 
 SCHEMES = ("ours", "verl, by tokens", "verl, by workload", "in order")

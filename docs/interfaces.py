@@ -80,14 +80,14 @@ def rest_page() -> str:
     document = _openapi()
     payloads = {payload.__name__ for payload in get_args(Payload)} | {"Event", events.MemberTransfer.__name__}
     schemas = document["components"]["schemas"]
-    told = [_schema(name, schema) for name, schema in sorted(schemas.items()) if name not in payloads]
+    schemas_text = [_schema(name, schema) for name, schema in sorted(schemas.items()) if name not in payloads]
     paths = [(path, method, call) for path, methods in document["paths"].items() for method, call in methods.items()]
     public = [call["responses"] for path, _, call in paths if path.startswith("/v1")]
     common = {code for code in public[0] if all(each.get(code) == public[0][code] for each in public)}
     answers = _answers({code: public[0][code] for code in common})
     everywhere = f"Every path under `/v1` may also answer:\n\n{answers}"
     calls = [_call(method, path, call, common) for path, method, call in paths]
-    return "\n\n".join([REST, everywhere, *calls, "## Schemas", *(part for part in told if part)]) + "\n"
+    return "\n\n".join([REST, everywhere, *calls, "## Schemas", *(part for part in schemas_text if part)]) + "\n"
 
 
 def _openapi() -> dict[str, Any]:
@@ -170,8 +170,8 @@ def client_page() -> str:
 
 
 def _method(name: str, member: Callable[..., Any]) -> str:
-    told = _paragraphs(member.__doc__) or "Ends the client's connections."
-    return f"## {name}\n\n```python\nclient.{name}{_signature(member)}\n```\n\n{told}"
+    text = _paragraphs(member.__doc__) or "Ends the client's connections."
+    return f"## {name}\n\n```python\nclient.{name}{_signature(member)}\n```\n\n{text}"
 
 
 def _signature(member: Callable[..., Any]) -> str:

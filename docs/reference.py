@@ -168,8 +168,8 @@ def _backends() -> Iterator[str]:
 def _environments() -> Iterator[str]:
     for name, model in environments.BUILT_IN.items():
         table = _table(model, {}) if model.model_fields else ""
-        told = _linked(model.__dict__.get("__doc__") or "")
-        yield "\n\n".join(filter(None, [f"## `rollout.environment.options` of `{name}`", told, table]))
+        text = _linked(model.__dict__.get("__doc__") or "")
+        yield "\n\n".join(filter(None, [f"## `rollout.environment.options` of `{name}`", text, table]))
 
 
 def _engines() -> str:
@@ -194,8 +194,8 @@ def _rewards() -> Iterator[str]:
     for name, module in BUILT_IN.items():
         scorer = importlib.import_module(module).compute_score
         options = [p for p in inspect.signature(scorer).parameters.values() if p.name not in ARGUMENTS]
-        told = "; ".join(f"`{p.name}`, {_plain(p.annotation)}, by default `{_yaml(p.default)}`" for p in options)
-        rows.append(_row(f"`{name}`", told, _linked(scorer.__doc__ or "")))
+        text = "; ".join(f"`{p.name}`, {_plain(p.annotation)}, by default `{_yaml(p.default)}`" for p in options)
+        rows.append(_row(f"`{name}`", text, _linked(scorer.__doc__ or "")))
     yield "## `reward.function`\n\n" + "\n".join(rows)
 
 

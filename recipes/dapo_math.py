@@ -28,8 +28,8 @@ def rows(path: str) -> Iterator[PromptRow]:
             contradicted.add(problem)
     kept = (row for problem, row in first.items() if problem not in contradicted)
     for index, row in enumerate(kept):
-        told = {"index": index, "source_index": str(row.extra_info.get("index", row.index))}
-        yield replace(row, index=index, ground_truth=_truth(row), reward_style="rule", ability="math", extra_info=told)
+        extra = {"index": index, "source_index": str(row.extra_info.get("index", row.index))}
+        yield replace(row, index=index, ground_truth=_truth(row), reward_style="rule", ability="math", extra_info=extra)
 
 
 def _text(row: PromptRow) -> str:

@@ -35,8 +35,8 @@ def _row(index: int, place: str, raw: Any) -> PromptRow:
         raise BadRow(f"{place}, column answer: has no number after ####.", "correct the row, or leave it out.")
     prompt: list[Message] = [{"role": "user", "content": f"{question}\n\n{INSTRUCTION}"}]
     truth = found[1].replace(",", "")
-    told = {"index": index, "question": question, "answer": answer}
-    return PromptRow(index, DATA_SOURCE, prompt, ground_truth=truth, ability="math", extra_info=told)
+    extra = {"index": index, "question": question, "answer": answer}
+    return PromptRow(index, DATA_SOURCE, prompt, ground_truth=truth, ability="math", extra_info=extra)
 
 
 def _read(path: str) -> Iterable[tuple[str, Any]]:

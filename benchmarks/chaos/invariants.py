@@ -181,4 +181,4 @@ ENDED: Mapping[str, tuple[Check, ...]] = {"1 trained or dropped in the end": (al
 
 def violations(seen: Observation, terms: Terms, checks: Mapping[str, tuple[Check, ...]] = ALWAYS) -> list[str]:
     """What contradicts the lines, each with its line."""
-    return [f"{line}: {told}" for line, each in checks.items() for check in each for told in check(seen, terms)]
+    return [f"{line}: {problem}" for line, each in checks.items() for check in each for problem in check(seen, terms)]

@@ -20,17 +20,17 @@ def line(struck: Struck) -> str:
 
 
 def summary(outcome: Outcome) -> str:
-    told = "everything held" if outcome.sound else "FAILED"
+    verdict = "everything held" if outcome.sound else "FAILED"
     faults = f"{len(outcome.struck)} faults, {outcome.steps} steps, {outcome.seconds:.0f} s"
-    return f"seed {outcome.seed}: {told}; {faults}, max_staleness {outcome.max_staleness}"
+    return f"seed {outcome.seed}: {verdict}; {faults}, max_staleness {outcome.max_staleness}"
 
 
 def failure(outcome: Outcome, command: str) -> str:
     """Everything that is needed to repeat and to understand it."""
-    found = [f"  {told}" for told in outcome.found]
+    found = [f"  {problem}" for problem in outcome.found]
     for struck in outcome.struck:
         where = f"  after {struck.fault.act} of {struck.fault.target} (pid {struck.pid}) at {struck.at_s:.1f} s:"
-        found += [f"{where} {told}" for told in struck.found]
+        found += [f"{where} {problem}" for problem in struck.found]
         found += [f"{where} no step was completed any more"] if struck.recovery_s is None else []
     logs = outcome.folder / "state" / "logs"
     return "\n".join([*found, f"  repeat: {command}", f"  logs: {logs}, its state and its job beside it"])
@@ -51,12 +51,12 @@ def by_kind(struck: Iterable[Struck]) -> str:
 
 def _milestones(faults: Sequence[Struck]) -> str:
     """Each event that came on the way to the next step in at least half of the faults."""
-    told = []
+    medians = []
     for kind in MILESTONES:
         seconds = [one.milestones[kind] for one in faults if kind in one.milestones]
         if 2 * len(seconds) >= len(faults):
-            told.append(f"{kind} {median(seconds):.1f}")
-    return ", ".join(told)
+            medians.append(f"{kind} {median(seconds):.1f}")
+    return ", ".join(medians)
 
 
 def repeating(seed: int, options: Sequence[str], state: Path) -> str:

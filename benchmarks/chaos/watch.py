@@ -56,7 +56,7 @@ class Watch:
     def check(self, found: list[str]) -> None:
         """Adds to `found` what contradicts a line now and is not in it yet."""
         seen = self.observer.observe(self.job_id)
-        found += [told for told in (violations(seen, self.terms) if seen else []) if told not in found]
+        found += [problem for problem in (violations(seen, self.terms) if seen else []) if problem not in found]
 
 
 def ended(process: psutil.Process) -> bool:

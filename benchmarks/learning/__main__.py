@@ -55,9 +55,9 @@ def learning(
         page.write(to, comparison, kept, MARGIN)
         print(f"written: {to}", flush=True)
     idle = [f"{r.variant} with seed {r.seed} rose by {r.after - r.before:.2f}" for r in kept]
-    idle = [told for told, r in zip(idle, kept, strict=True) if r.after - r.before < MARGIN]
-    for told in [*failures, *idle]:
-        print(f"NOT learnt: {told}", flush=True)
+    idle = [line for line, r in zip(idle, kept, strict=True) if r.after - r.before < MARGIN]
+    for line in [*failures, *idle]:
+        print(f"NOT learnt: {line}", flush=True)
     raise typer.Exit(1 if failures or idle else 0)
 
 
@@ -90,14 +90,14 @@ def _train(missing: list[Run], comparison: Comparison, results: Results, state: 
         for number, (name, seed) in enumerate(missing, 1):
             spec = job_spec(state, name, comparison.variants[name], seed, results.steps, data[seed])
             job = client.wait(client.submit(spec).id, RUN_TIMEOUT_S)
-            told = f"{number} of {len(missing)}: {name}, seed {seed}"
+            label = f"{number} of {len(missing)}: {name}, seed {seed}"
             if job.state is not JobState.SUCCEEDED:
                 failures.append(f"{name} with seed {seed} {job.state}: {job.failure}")
-                print(f"{told}: {job.state}: {job.failure}", flush=True)
+                print(f"{label}: {job.state}: {job.failure}", flush=True)
                 continue
             result = Result.of(name, seed, job, client.metrics(job.id))
             results.keep(result)
-            print(f"{told}: {result.before:.3f} → {result.after:.3f} in {result.seconds:.0f} s", flush=True)
+            print(f"{label}: {result.before:.3f} → {result.after:.3f} in {result.seconds:.0f} s", flush=True)
     return failures
 
 

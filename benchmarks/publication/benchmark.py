@@ -114,8 +114,10 @@ class PublicationBenchmark:
 
         async def send(key: str) -> tuple[list[int], float]:
             sent = await self._all("send", agreed.port, communicator, world, agreed.nccl_id, key, LIMIT_S)
-            sums = {content: value for told in sent for content, value in told["sums"].items()}
-            return [sums[content] for content in range(len(agreed.plan.sizes))], max(told["transfer"] for told in sent)
+            sums = {content: value for answer in sent for content, value in answer["sums"].items()}
+            return [sums[content] for content in range(len(agreed.plan.sizes))], max(
+                answer["transfer"] for answer in sent
+            )
 
         figures = await self._phases(began, request, prepare, send)
         agreed.known = agreed.joined = True
@@ -189,8 +191,8 @@ class PublicationBenchmark:
         port = free_port()
         init = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1}
         init["world_size"] = 1 + self.engine.world_size
-        told = self.engine._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init})
-        await asyncio.gather(self._of(0, "join_baseline", port, init["world_size"]), told)
+        joined = self.engine._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init})
+        await asyncio.gather(self._of(0, "join_baseline", port, init["world_size"]), joined)
 
     async def baseline(self, packed: bool) -> dict[str, float]:
         """One of vLLM's own transfers, from rank 0, which holds every tensor whole."""

@@ -155,8 +155,8 @@ class Side:
         exchange = SendingDeltas(self._channel, self._snapshot, self._sending.stream, whole=kind == "first")
         _, times = self._sending.run(exchange)
         changed = exchange.changed_words / exchange.packed_words
-        told = {"pack": times.pack_s, "sum": times.verify_s, "encode": exchange.encode_s}
-        return told | {"sent": float(exchange.sent_bytes), "changed": changed}
+        seconds = {"pack": times.pack_s, "sum": times.verify_s, "encode": exchange.encode_s}
+        return seconds | {"sent": float(exchange.sent_bytes), "changed": changed}
 
     def _receive(self, kind: str) -> dict[str, float]:
         if kind == "whole":
@@ -166,8 +166,8 @@ class Side:
             times = self._receiving.run(exchange, onto_base=kind == "delta").times
             decode_s = exchange.decode_s
         apply_s, compare_s = self._receiving.apply()
-        told = {"base": times.apply_s, "decode": decode_s, "received_sum": times.verify_s}
-        return told | {"apply": apply_s, "compare": compare_s}
+        seconds = {"base": times.apply_s, "decode": decode_s, "received_sum": times.verify_s}
+        return seconds | {"apply": apply_s, "compare": compare_s}
 
     def checksums(self) -> list[int]:
         return [checksum(buffer) for buffer in self._memory.buffers]
@@ -269,8 +269,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 print(json.dumps({"lr": lr, **rows[f"{lr:g}"]}), flush=True)
         finally:
             sides.end()
-    told = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
-    return told | {"bytes": sides.bytes, "gpu": torch.cuda.is_available(), "exact": exact, "rows": rows}
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
+    return settings | {"bytes": sides.bytes, "gpu": torch.cuda.is_available(), "exact": exact, "rows": rows}
 
 
 def _medians(figures: list[dict[str, float]]) -> dict[str, float]:

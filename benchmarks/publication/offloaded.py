@@ -135,8 +135,8 @@ class Trainer:
         self._watch = Watch(self._world.device)
 
     def describe(self) -> bytes:
-        told = self._sender.describe(pb.DescribeSendRequest(dtype="bfloat16"), self._backend)
-        return told.SerializeToString()
+        description = self._sender.describe(pb.DescribeSendRequest(dtype="bfloat16"), self._backend)
+        return description.SerializeToString()
 
     def prepare(self, request: bytes) -> bytes:
         asked = pb.PrepareSendRequest.FromString(request)
@@ -245,18 +245,21 @@ def measured(case: Case, folder: str, options: argparse.Namespace) -> dict[str, 
     """Publications by one case: medians of the seconds, memory in MiB, and what the receiver holds at the end."""
     shared = "" if torch.cuda.device_count() != 1 else f"{SHARING}-1"
     with process(Trainer, "", folder, case.offload, options.lora) as trainer:
-        told = pb.DescribeSendResponse.FromString(trainer.call(PART, "describe", limit_s=LIMIT_S))
-        assert told.layouts.of_rank, "the trainer's memory is not described in boxes: nothing can be sent by shards"
-        with process(Receiver, shared, told.manifest.SerializeToString()) as receiver:
-            sides = weights_pb2.Sides(senders=told.layouts)
+        description = pb.DescribeSendResponse.FromString(trainer.call(PART, "describe", limit_s=LIMIT_S))
+        assert description.layouts.of_rank, (
+            "the trainer's memory is not described in boxes: nothing can be sent by shards"
+        )
+        with process(Receiver, shared, description.manifest.SerializeToString()) as receiver:
+            sides = weights_pb2.Sides(senders=description.layouts)
             sides.receivers.MergeFromString(receiver.call(PART, "layout", limit_s=LIMIT_S))
             rest = trainer.call(PART, "at_rest")
             runs = [
-                publication(number, case, told.gpu, sides, trainer, receiver) for number in range(options.repeats + 1)
+                publication(number, case, description.gpu, sides, trainer, receiver)
+                for number in range(options.repeats + 1)
             ]
             held = receiver.call(PART, "held")
     figures = {name: float(np.median([run[name] for run in runs[1:]])) for name in runs[0]}
-    return {"at_rest": rest, "figures": figures, "held": held, "bytes": Manifest.from_proto(told.manifest).bytes}
+    return {"at_rest": rest, "figures": figures, "held": held, "bytes": Manifest.from_proto(description.manifest).bytes}
 
 
 def publication(

@@ -113,9 +113,9 @@ async def rounds(replica: Replica, coordinator: Coordinator, options: argparse.N
     found: dict[str, list[dict[str, float]]] = {"none": [], "waits": []}
     for number in range(options.rounds + 1):
         for kind, kept in found.items():
-            told = await one_round(replica, coordinator, kind, options)
+            figures = await one_round(replica, coordinator, kind, options)
             if number:  # the first round warms up
-                kept.append(told)
+                kept.append(figures)
     assert replica.engine is not None
     speed = {kind: statistics.median(each["tokens_per_s"] for each in kept) for kind, kept in found.items()}
     return {

@@ -37,15 +37,15 @@ def mistakes_of(engine_options: Mapping[str, Any]) -> Iterator[Mistake]:
     """The options that no replica would take, or none with the engine that they are for."""
     found = list(engines.mistakes_of(engine_options))
     yield from found
-    told = {mistake.field for mistake in found}
+    reported = {mistake.field for mistake in found}
     readable = {name: known for name in ENGINES if (known := known_options(name)) is not None}
     for name, value in engine_options.items():
         if name in ENGINES:
             for option, inner in value.items():
                 field = f"{FIELD}.{name}.{option}"
-                if name in readable and field not in told:
+                if name in readable and field not in reported:
                     yield from _own(name, option, inner, field, readable[name])
-        elif (field := f"{FIELD}.{name}") not in told:
+        elif (field := f"{FIELD}.{name}") not in reported:
             yield from _shared(name, value, field, readable)
 
 

@@ -71,8 +71,8 @@ class RewardTrial:
         answer = _truth_as_answer(row)
         if any(term.function == "reasoning_gym" for term in self._terms):
             answer = f"<answer>{answer}</answer>"  # where its prompts ask for the answer
-        told = {"row": row.index, "data_source": row.data_source, "answer": answer}
-        return {**told, "ground_truth": truth, "extra_info": row.extra_info}
+        common = {"row": row.index, "data_source": row.data_source, "answer": answer}
+        return {**common, "ground_truth": truth, "extra_info": row.extra_info}
 
     @property
     def _field(self) -> str:
@@ -110,8 +110,8 @@ def ask_judges(spec: JobSpec, section: str, row: PromptRow, notes: list[str]) ->
     if not judges:
         return []
     limit_s = START_S + sum(judge.timeout_s * (judge.retries + 1) for judge in judges)
-    told = {"row": row.index, "data_source": row.data_source, "prompt": row.prompt, "extra_info": row.extra_info}
-    asked = {**told, "ground_truth": row.ground_truth, "answer": _truth_as_answer(row)}
+    common = {"row": row.index, "data_source": row.data_source, "prompt": row.prompt, "extra_info": row.extra_info}
+    asked = {**common, "ground_truth": row.ground_truth, "answer": _truth_as_answer(row)}
     results, ended = _run(REWARD, [{"spec": spec.model_dump(mode="json"), "judges": True}, asked], limit_s)
     mistakes = [] if results else [Mistake("reward.functions", f"the judges could not be asked: {ended}", "try again.")]
     for result in results:

@@ -124,8 +124,8 @@ def _run_ranks(asked: dict[str, Any], port: int, folder: Path, limit_s: float) -
             failed = [i for i, process in enumerate(ranks) if process.poll() not in (None, 0)]
             if failed or time.monotonic() > until:
                 time.sleep(2.0)  # for the other ranks' logs
-                told = "\n".join(f"rank {i}:\n{logs[i].read_text()[-5000:]}" for i in failed or range(count))
-                raise InvalidJob(f"ranks {failed or 'of this run'} did not end well:\n{told}", "see above.")
+                output = "\n".join(f"rank {i}:\n{logs[i].read_text()[-5000:]}" for i in failed or range(count))
+                raise InvalidJob(f"ranks {failed or 'of this run'} did not end well:\n{output}", "see above.")
             time.sleep(0.1)
         if failed := [i for i, process in enumerate(ranks) if process.returncode]:
             raise InvalidJob(f"rank {failed[0]} failed:\n{logs[failed[0]].read_text()[-5000:]}", "see above.")

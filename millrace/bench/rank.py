@@ -82,9 +82,9 @@ class Rank:
     def _plan(self, memory: Memory) -> tuple[ShardedPlan, float]:
         """Computes the plan from all ranks' layouts, and the seconds that takes; the ranks compare its hash."""
         self._store.set(f"layout/{self.rank}", memory.layout.boxes.encode())
-        told = [Boxes.decode(self._store.get(f"layout/{rank}")) for rank in range(self.world)]
+        layouts = [Boxes.decode(self._store.get(f"layout/{rank}")) for rank in range(self.world)]
         began = time.perf_counter()
-        made = plan(memory.manifest, told[: self.senders], told[self.senders :], self.asked["message_bytes"])
+        made = plan(memory.manifest, layouts[: self.senders], layouts[self.senders :], self.asked["message_bytes"])
         planned = time.perf_counter() - began
         self._store.set(f"plan/{self.rank}", made.hash)
         assert {bytes(self._store.get(f"plan/{rank}")) for rank in range(self.world)} == {made.hash}

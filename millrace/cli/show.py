@@ -145,8 +145,8 @@ def _print_sample(sample: SampleView) -> None:
     )
     console.print(sample.prompt, style="dim", markup=False)
     for place, turn in enumerate(sample.turns, start=1):
-        told = f"{turn.given_tokens} tokens given, {turn.sampled_tokens} sampled, reward {number(turn.reward)}"
-        console.print(f"[bold]turn {place}[/]: {told}, ended by {turn.stop_reason}")
+        summary = f"{turn.given_tokens} tokens given, {turn.sampled_tokens} sampled, reward {number(turn.reward)}"
+        console.print(f"[bold]turn {place}[/]: {summary}, ended by {turn.stop_reason}")
         if turn.given:
             console.print(turn.given, style="dim", markup=False)
         console.print(turn.answer, markup=False)

@@ -59,8 +59,8 @@ class Tool:
         try:
             model = self.arguments.model_validate(dict(given))
         except ValidationError as error:
-            told = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False))
-            raise BadArguments(f"wrong arguments for {self.name}: {'; '.join(told)}") from error
+            errors = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False))
+            raise BadArguments(f"wrong arguments for {self.name}: {'; '.join(errors)}") from error
         return {name: getattr(model, name) for name in type(model).model_fields if name in model.model_fields_set}
 
 

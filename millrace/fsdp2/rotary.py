@@ -50,9 +50,9 @@ def _too_long(spec: JobSpec, kind: str, limit: Any) -> Iterator[Mistake]:
         return
     of_response = field == "rollout.max_response_tokens"
     value = spec.rollout.max_response_tokens if of_response else longest
-    told = f"with data.max_prompt_tokens: {spec.data.max_prompt_tokens} a text may have {longest} tokens, and "
+    sizes = f"with data.max_prompt_tokens: {spec.data.max_prompt_tokens} a text may have {longest} tokens, and "
     reason = (
-        f"{told if of_response else ''}beyond {limit} tokens engine and trainer choose the frequencies of the model's "
+        f"{sizes if of_response else ''}beyond {limit} tokens engine and trainer choose the frequencies of the model's "
         f"rotary positions ({kind}) by different rules"
     )
     fix = f"lower the two to {limit} together" if of_response else f"lower it to {limit}"

@@ -16,6 +16,6 @@ def device_name(driver: Path = Path("/proc/driver/nvidia/gpus")) -> str:
     """What an engine will compute on here: the model of the visible CUDA devices as the `driver` names it, or cpu."""
     if not visible_devices():
         return "cpu"
-    told = [line for file in sorted(driver.glob("*/information")) for line in file.read_text().splitlines()]
-    models = {line.partition(":")[2].strip() for line in told if line.startswith("Model:")}
+    lines = [line for file in sorted(driver.glob("*/information")) for line in file.read_text().splitlines()]
+    models = {line.partition(":")[2].strip() for line in lines if line.startswith("Model:")}
     return ", ".join(sorted(models)) or "cuda"

@@ -92,11 +92,11 @@ class Launcher:
             if self._stopping:
                 return 1
             wait_s = self._restarts.wait_s(time.monotonic(), joined=life.joined)
-            told = {"ended": failed or "in order", "lived_s": round(time.monotonic() - began)}
+            details = {"ended": failed or "in order", "lived_s": round(time.monotonic() - began)}
             if wait_s is None:
-                log.error("the processes ended too often and are not started again", **told)
+                log.error("the processes ended too often and are not started again", **details)
                 return 1
-            log.error("the processes are started again", **told, wait_s=wait_s)
+            log.error("the processes are started again", **details, wait_s=wait_s)
             time.sleep(wait_s)
         return 0
 

@@ -112,5 +112,5 @@ def _tail(begin: int) -> list[str]:
     with contextlib.suppress(OSError), Path("/proc/self/fd/2").open("rb") as file:
         file.seek(max(begin, end - TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
-        return [told for line in lines if (told := loud(line) if line.startswith("{") else line)][-LINES:]
+        return [text for line in lines if (text := loud(line) if line.startswith("{") else line)][-LINES:]
     return []

@@ -151,9 +151,9 @@ def share_out(devices: Sequence[str], wanted: Sequence[int], *, shared: bool = F
     return environments
 
 
-def pythons(told: Sequence[str]) -> dict[str, str]:
+def pythons(given: Sequence[str]) -> dict[str, str]:
     """From `ENGINE=PATH` each. Raises InvalidState for anything else."""
-    found = dict(each.partition("=")[::2] for each in told)
+    found = dict(each.partition("=")[::2] for each in given)
     if wrong := [engine for engine, path in found.items() if not Path(path).is_file()]:
         what = f"--python: {wrong[0]}={found[wrong[0]]} names no interpreter."
         raise InvalidState(what, "write ENGINE=PATH, as sglang=/venvs/sglang/bin/python.")

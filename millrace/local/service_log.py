@@ -82,8 +82,8 @@ class ServiceLog:
     def loud_lines(self) -> Iterator[str]:
         """What was written since the last call and deserves a person's attention."""
         for line in self._growing.new_lines():
-            if told := loud(line):
-                yield told
+            if text := loud(line):
+                yield text
 
     def last_lines(self, count: int) -> list[str]:
         """The end of what this life of the service wrote."""
@@ -112,8 +112,8 @@ def readable(line: str, *, with_time: bool = False) -> str:
     level, message = str(event.pop("level", "")).upper(), event.pop("event", "")
     details = " ".join(f"{k}={v}" for k, v in event.items() if k not in ("timestamp", "logger", "service"))
     at = str(event.get("timestamp", "")) if with_time else ""
-    told = " ".join(part for part in (at, level, str(message), details) if part)
-    return f"{told}\n{trace}" if trace else told
+    text = " ".join(part for part in (at, level, str(message), details) if part)
+    return f"{text}\n{trace}" if trace else text
 
 
 def _event(line: str) -> dict[str, object] | None:

@@ -83,5 +83,5 @@ class Stack:
         return state if self._watchdog is not None and state["watchdog"] == self._watchdog.pid else {}
 
     def _failed(self, how: str) -> Unavailable:
-        told = self._console.read_text(errors="replace")[-3000:]
-        return Unavailable(f"the local stack {how}:\n{told}", f"look at {self._console.parent}.")
+        output = self._console.read_text(errors="replace")[-3000:]
+        return Unavailable(f"the local stack {how}:\n{output}", f"look at {self._console.parent}.")

@@ -236,8 +236,8 @@ class Supervisor:
         if full != self.full:
             self.full = full
             costs = "log lines are lost, and jobs wait as soon as Redis cannot write. Fix: free some room"
-            told = f"is full: {costs}." if full else "has room again."
-            say("millrace", f"the disk of {self.options.folder.resolve()} {told}")
+            state = f"is full: {costs}." if full else "has room again."
+            say("millrace", f"the disk of {self.options.folder.resolve()} {state}")
             if not full:
                 self.write_state()
 

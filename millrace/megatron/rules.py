@@ -214,12 +214,12 @@ def _pipeline(o: MegatronOptions, s: ModelShape) -> Iterator[Mistake]:
         return
     fixed = [count for count in (o.first_stage_layers, o.last_stage_layers) if count is not None]
     middle, rest = stages - len(fixed), s.layers - sum(fixed)
-    told = f"{s.layers} layers" + "".join(f" - {count}" for count in fixed)
+    sum_text = f"{s.layers} layers" + "".join(f" - {count}" for count in fixed)
     if rest < middle or (middle == 0 and rest != 0) or (middle and rest % middle):
         yield _broken(
             "pipeline_parallel",
             stages,
-            f"{told} = {rest} do not divide evenly over {middle} stages",
+            f"{sum_text} = {rest} do not divide evenly over {middle} stages",
             "set first_stage_layers and last_stage_layers so that the stages between them share the rest evenly",
         )
         return

@@ -71,8 +71,8 @@ def _run(
     program: str, command: Sequence[str], limits: Limits, channels: tuple[int, int], missing: Sequence[Missing]
 ) -> None:
     if missing and limits.required:
-        told = "; ".join(f"{each.boundary}: {each.reason}" for each in missing)
-        print(f"reward.isolation is required, and this machine does not give {told}", file=sys.stderr)
+        names = "; ".join(f"{each.boundary}: {each.reason}" for each in missing)
+        print(f"reward.isolation is required, and this machine does not give {names}", file=sys.stderr)
         os._exit(UNCONTAINED)
     for number, channel in enumerate(channels):
         os.dup2(channel, number)

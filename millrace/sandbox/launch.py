@@ -135,7 +135,7 @@ def _reap() -> None:
 def verdict(channel: socket.socket) -> Verdict | None:
     """What the first process told over the other end of `control`; None where it was killed before."""
     try:
-        told = channel.recv(1 << 12, socket.MSG_DONTWAIT)
+        data = channel.recv(1 << 12, socket.MSG_DONTWAIT)
     except OSError:
         return None
-    return Verdict.decode(told) if told else None
+    return Verdict.decode(data) if data else None

@@ -41,8 +41,8 @@ class Verdict:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, told: bytes) -> "Verdict":
-        fields = json.loads(told)
+    def decode(cls, data: bytes) -> "Verdict":
+        fields = json.loads(data)
         limit = fields.pop("limit")
         return cls(**fields, limit=None if limit is None else Limit(limit))
 

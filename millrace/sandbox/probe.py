@@ -28,11 +28,11 @@ def missing(of: Literal["scorers", "programs"] = "scorers") -> list[Missing]:
         command = [sys.executable, "-m", "millrace.sandbox.probe", str(os.getpid()), str(number), of]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, pass_fds=(number,))
-            told = json.loads(done.stdout)
+            found = json.loads(done.stdout)
         except (subprocess.TimeoutExpired, ValueError) as error:
             what = f"a sandbox did not start: {error}."
             raise Unavailable(what, "run `python -m millrace.sandbox.probe` and look at its errors.") from error
-    return [Missing(Boundary(boundary), reason) for boundary, reason in told]
+    return [Missing(Boundary(boundary), reason) for boundary, reason in found]
 
 
 def _main(parent: int, control: int, of: str) -> None:

@@ -90,10 +90,10 @@ class ProgramSandbox:
 
     def __enter__(self) -> Self:
         self._server = _Server.running()
-        told = self._server.ask({"room": asdict(self._room)}, START_S)
-        if told["missing"]:
+        answer = self._server.ask({"room": asdict(self._room)}, START_S)
+        if answer["missing"]:
             self._server.tell({"end": True})
-            raise Uncontained(tuple(Missing(Boundary(boundary), reason) for boundary, reason in told["missing"]))
+            raise Uncontained(tuple(Missing(Boundary(boundary), reason) for boundary, reason in answer["missing"]))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -102,10 +102,10 @@ class ProgramSandbox:
 
     def run(self, program: Program, timeout_s: float) -> Ended:
         """Runs a program for at most `timeout_s` seconds. Raises SandboxFailed."""
-        told = self._server.ask({"program": asdict(program), "timeout_s": timeout_s}, timeout_s + SLACK_S)
-        verdict = told.pop("verdict")
+        answer = self._server.ask({"program": asdict(program), "timeout_s": timeout_s}, timeout_s + SLACK_S)
+        verdict = answer.pop("verdict")
         limit = verdict.pop("limit")
-        return Ended(Verdict(**verdict, limit=None if limit is None else Limit(limit)), **told)
+        return Ended(Verdict(**verdict, limit=None if limit is None else Limit(limit)), **answer)
 
 
 def missing() -> tuple[Missing, ...]:

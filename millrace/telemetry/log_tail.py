@@ -74,10 +74,10 @@ class _Keeping(logging.Handler):
 
 
 def _details(event: EventDict, member: str) -> str:
-    told = {name: value for name, value in event.items() if name not in LEFT_OUT}
-    if told.get("member") == member:
-        del told["member"]
-    values = " ".join(f"{name}={value}" for name, value in told.items())
+    fields = {name: value for name, value in event.items() if name not in LEFT_OUT}
+    if fields.get("member") == member:
+        del fields["member"]
+    values = " ".join(f"{name}={value}" for name, value in fields.items())
     return "\n".join(part for part in (values, str(event.get("exception", ""))) if part)
 
 

@@ -148,8 +148,8 @@ def usage_cells(member: MemberView) -> tuple[str, str, str, str]:
     these GPUs, of what they have; memory of its processes and of all processes on its hosts, of what these have. `–`
     where a figure is not known."""
     cache = "–" if member.cache_used is None else f"{member.cache_used:.0%}"
-    told = [gpu.busy for gpu in member.gpus if gpu.busy is not None]
-    busy = f"{sum(told) / len(told):.0%}" if told else "–"
+    shares = [gpu.busy for gpu in member.gpus if gpu.busy is not None]
+    busy = f"{sum(shares) / len(shares):.0%}" if shares else "–"
     gpus = _of([gpu.used_bytes for gpu in member.gpus], [gpu.size_bytes for gpu in member.gpus])
     own = sum(host.process_bytes for host in member.hosts)
     hosts = _of([host.used_bytes for host in member.hosts], [host.size_bytes for host in member.hosts])

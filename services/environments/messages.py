@@ -7,7 +7,7 @@ from typing import Any, Protocol, Self
 
 
 @dataclass(frozen=True)
-class Asked:
+class EpisodeRequest:
     """An episode that a replica asks for."""
 
     task: Mapping[str, Any]
@@ -42,7 +42,7 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class Told:
+class PlayedEpisode:
     """What became of an episode."""
 
     reward: float | None = None
@@ -67,5 +67,5 @@ class Plays(Protocol):
     def serving(self) -> AbstractAsyncContextManager[None]:
         """Holds what its episodes share."""
 
-    async def run(self, asked: Asked) -> Told:
-        """One episode. What goes wrong in it is told, not raised."""
+    async def run(self, asked: EpisodeRequest) -> PlayedEpisode:
+        """One episode. An error in it is part of the result, not raised."""

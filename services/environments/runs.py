@@ -15,7 +15,7 @@ from verifiers.v1.types import SamplingConfig
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 from millrace.wire.reach import past_proxies
-from services.environments.messages import Asked, Branch, Told
+from services.environments.messages import Branch, EpisodeRequest, PlayedEpisode
 
 LONGEST_ERROR = 500
 
@@ -52,22 +52,22 @@ class Environment:
         async with self._env.serving():
             yield
 
-    async def run(self, asked: Asked) -> Told:
-        """One episode. What goes wrong in it is told, not raised."""
+    async def run(self, asked: EpisodeRequest) -> PlayedEpisode:
+        """One episode. An error in it is part of the result, not raised."""
         try:
             data = self._tasks.data_type().model_validate(dict(asked.task))
             (slot,) = self._env.slots(self._tasks(data, self._config.taskset.task))
             async with asyncio.timeout(asked.seconds):
                 episode = await self._env.run_slot(slot, _context(asked))
         except TimeoutError:
-            return Told(error=f"the episode took longer than {asked.seconds:g} s")
+            return PlayedEpisode(error=f"the episode took longer than {asked.seconds:g} s")
         except Exception as error:
             # The environment's code runs here, and may raise anything.
-            return Told(error=f"{type(error).__name__}: {error}"[:LONGEST_ERROR])
-        return _told(episode)
+            return PlayedEpisode(error=f"{type(error).__name__}: {error}"[:LONGEST_ERROR])
+        return _played_episode(episode)
 
 
-def _context(asked: Asked) -> ModelContext:
+def _context(asked: EpisodeRequest) -> ModelContext:
     """The replica's endpoint, as verifiers takes it."""
     os.environ.update(past_proxies(asked.url, os.environ))
     client = TrainClientConfig(
@@ -80,7 +80,7 @@ def _context(asked: Asked) -> ModelContext:
     return ModelContext(client=client, model=asked.model, sampling=SamplingConfig(temperature=asked.temperature))
 
 
-def _told(episode: Any) -> Told:
+def _played_episode(episode: Any) -> PlayedEpisode:
     traces = episode.traces
     errors = [*episode.errors, *(each for trace in traces for each in trace.errors)]
     failed = not episode.ok or any(not trace.ok for trace in traces)
@@ -89,7 +89,7 @@ def _told(episode: Any) -> Told:
     metrics = {name: float(value) for trace in traces for name, value in trace.metrics.items() if value is not None}
     metrics |= {name: each.score for trace in traces for name, each in trace.rewards.items() if each is not None}
     branches = [_branch(each) for trace in traces for each in trace.branches if each.trainable]
-    return Told(
+    return PlayedEpisode(
         reward=sum(trace.reward for trace in scored) / len(scored) if scored else None,
         metrics=metrics,
         error=error if failed else "",

@@ -3,7 +3,7 @@
 | path | for |
 |---|---|
 | `GET /health` | whether it answers, the environment's name, the episodes that run |
-| `POST /episodes` | runs one episode (`Asked`) and answers when it is over (`Told`); it ends with its connection |
+| `POST /episodes` | plays an `EpisodeRequest` to its end, and answers `PlayedEpisode`; it ends with its connection |
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from services.environments.messages import Asked, Plays, Told
+from services.environments.messages import EpisodeRequest, PlayedEpisode, Plays
 
 LARGEST_BODY = 16 << 20
 """Bytes of a request's body: the data of one task, and an address."""
@@ -51,7 +51,7 @@ class Desk:
             return JSONResponse({"error": "the token is missing or wrong"}, 401)
         try:
             async with asyncio.timeout(BODY_S):
-                asked = Asked.read(json.loads((await _body(request)).decode()))
+                asked = EpisodeRequest.read(json.loads((await _body(request)).decode()))
         except _TooLarge:
             return JSONResponse({"error": f"the body has more than {LARGEST_BODY >> 20} MiB"}, 413)
         except TimeoutError:
@@ -67,7 +67,7 @@ class Desk:
             gone.cancel()
             running.cancel()
 
-    async def _run(self, asked: Asked) -> Told:
+    async def _run(self, asked: EpisodeRequest) -> PlayedEpisode:
         async with self._room:
             self._running += 1
             try:

@@ -35,9 +35,9 @@ class VerlTool:
     def spec(self) -> dict[str, Any]:
         """OpenAI's description of a function, which chat templates take."""
         schema = self.tool.tool_schema
-        told = schema.model_dump(exclude_none=True) if hasattr(schema, "model_dump") else dict(schema)
-        told["function"].pop("strict", None)
-        return dict(told)
+        fields = schema.model_dump(exclude_none=True) if hasattr(schema, "model_dump") else dict(schema)
+        fields["function"].pop("strict", None)
+        return dict(fields)
 
     def checked(self, given: Any) -> dict[str, Any]:
         """The arguments as they are: verl's tools check them. Raises BadArguments where they are no object."""
@@ -79,8 +79,8 @@ class VerlEnvironment(Environment):
             if name not in self._interactions:
                 raise BadAnswer(f"the row names the interaction {name}; there are {', '.join(self._interactions)}")
             self._interaction = self._interactions[name]
-            told = await _called(self._interaction.start_interaction, str(uuid.uuid4()), **kwargs)
-            self._instance = str(told)
+            instance = await _called(self._interaction.start_interaction, str(uuid.uuid4()), **kwargs)
+            self._instance = str(instance)
         return messages
 
     async def step(self, message: Message) -> Step:
@@ -141,8 +141,8 @@ async def _called(method: Callable[..., Any], *arguments: Any, **named: Any) -> 
     if not any(each.kind is each.VAR_KEYWORD for each in parameters):
         taken = {each.name for each in parameters}
         named = {name: value for name, value in named.items() if name in taken}
-    told = method(*arguments, **named)
-    return await told if inspect.isawaitable(told) else told
+    result = method(*arguments, **named)
+    return await result if inspect.isawaitable(result) else result
 
 
 @functools.cache
@@ -151,8 +151,8 @@ def _tools(path: str) -> dict[str, VerlTool]:
     made = []
     for named in read(path, "tools"):
         schema = named.rest.get("tool_schema")
-        told = OpenAIFunctionToolSchema.model_validate(schema) if schema is not None else None
-        made.append(VerlTool(imported(named, Path(path).parent)(config=dict(named.config), tool_schema=told)))
+        parsed = OpenAIFunctionToolSchema.model_validate(schema) if schema is not None else None
+        made.append(VerlTool(imported(named, Path(path).parent)(config=dict(named.config), tool_schema=parsed)))
     return {each.name: each for each in made}
 
 

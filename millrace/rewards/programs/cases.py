@@ -59,8 +59,8 @@ class Call:
     expected: Any
 
     def program(self, answer: str) -> Program:
-        told = json.dumps({"function": self.function, "arguments": self.arguments})
-        return Program(harness.CALL, told, {harness.ANSWER: answer})
+        request = json.dumps({"function": self.function, "arguments": self.arguments})
+        return Program(harness.CALL, request, {harness.ANSWER: answer})
 
     def passed(self, ended: Ended) -> bool:
         try:

@@ -123,9 +123,9 @@ class Runner:
         sections: dict[Literal["data", "evaluation"], PromptSource | None] = {"data": source, "evaluation": held_out}
         for section, opened in sections.items():
             if opened is not None and (lines := opened.description):
-                told = events.DataOpened(section=section, rows=len(opened), description=lines)
+                event = events.DataOpened(section=section, rows=len(opened), description=lines)
                 message = f"{section}: {len(opened)} rows; {'; '.join(lines)}"
-                await self._components.events.add(job.id, told, message)
+                await self._components.events.add(job.id, event, message)
 
     async def _train(self, run: Run) -> None:
         """Runs the job's loop and, at the same time, the joining of replicas. The first error ends both."""
@@ -146,8 +146,8 @@ class Runner:
         """Waits before the loop starts again. A job that loses its trainer repeatedly at the same step fails."""
         deaths, step = self._components.store.deaths(job.id), run.job.step if run else job.step
         setbacks = await deaths.set_back(step, uuid.uuid4().hex)
-        told = events.TrainerLost(step=step, setbacks=setbacks)
-        await self._components.events.add(job.id, told, str(lost))
+        event = events.TrainerLost(step=step, setbacks=setbacks)
+        await self._components.events.add(job.id, event, str(lost))
         if setbacks <= TRAINER_BUDGET:
             await asyncio.sleep(0.5 * setbacks)
             return

@@ -39,7 +39,7 @@ def of_groups(groups: Sequence[GroupSummary], version: Version) -> dict[str, His
 
 def of_trainer(answer: trainer_pb2.StepResponse) -> dict[str, Histogram]:
     """The histograms in the trainer's answer. One without a count for each of its bins is left out."""
-    made = {key: Histogram(tuple(told.edges), tuple(told.counts)) for key, told in answer.histograms.items()}
+    made = {key: Histogram(tuple(each.edges), tuple(each.counts)) for key, each in answer.histograms.items()}
     whole = {key: histogram for key, histogram in made.items() if len(histogram.edges) == len(histogram.counts) + 1}
     return declared(whole, Owner.TRAINER)
 

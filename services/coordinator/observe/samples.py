@@ -38,11 +38,11 @@ async def samples_in(
     found: list[SampleView] = []
     for prompt in wanted:
         if (data := await prompts.group(prompt)) is not None:
-            group, told = common_pb2.Group.FromString(data), trained.get(prompt)
-            if told is not None and not tokens.fits(told, group):
+            group, of_group = common_pb2.Group.FromString(data), trained.get(prompt)
+            if of_group is not None and not tokens.fits(of_group, group):
                 log.warning("the trainer told something else than the tokens of a group", prompt=prompt)
-                told = None
-            found += samples_of(group, step, await records.add_tokens(tokens.record(group, told)), told)
+                of_group = None
+            found += samples_of(group, step, await records.add_tokens(tokens.record(group, of_group)), of_group)
     return found
 
 
@@ -61,9 +61,9 @@ def samples_of(
     ]
 
 
-def _advantage(told: trainer_pb2.TrainedTrajectory) -> float | None:
+def _advantage(trained: trainer_pb2.TrainedTrajectory) -> float | None:
     """The mean over the trajectory's sampled tokens."""
-    return float(unpack_floats(told.advantages).mean(dtype="float64")) if told.advantages else None
+    return float(unpack_floats(trained.advantages).mean(dtype="float64")) if trained.advantages else None
 
 
 def _sample(group: common_pb2.Group, trajectory: common_pb2.Trajectory, step: int, episode: int) -> SampleView:

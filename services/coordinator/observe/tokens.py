@@ -26,11 +26,11 @@ def fits(trained: trainer_pb2.TrainedGroup, group: common_pb2.Group) -> bool:
     """Whether the trainer told what it has to of each sampled token of the group, in finite numbers."""
     if len(trained.trajectories) != len(group.trajectories):
         return False
-    for told, trajectory in zip(trained.trajectories, group.trajectories, strict=True):
+    for answered, trajectory in zip(trained.trajectories, group.trajectories, strict=True):
         size = len(trajectory.logprobs)
-        if len(told.advantages) != size or len(told.logprobs) not in (0, size):
+        if len(answered.advantages) != size or len(answered.logprobs) not in (0, size):
             return False
-        if not all(np.isfinite(unpack_floats(values)).all() for values in (told.logprobs, told.advantages)):
+        if not all(np.isfinite(unpack_floats(values)).all() for values in (answered.logprobs, answered.advantages)):
             return False
     return True
 
@@ -58,11 +58,11 @@ def _packed(message: Message) -> bytes:
 def views(record: TokenRecord, model: str) -> list[TokensView]:
     """The tokens of each trajectory in a record. `model`: folder or name on the hub of the job's model."""
     group = common_pb2.Group.FromString(zlib.decompress(record.group))
-    told = [trainer_pb2.TrainedTrajectory()] * len(group.trajectories)
+    answered = [trainer_pb2.TrainedTrajectory()] * len(group.trajectories)
     if record.trained:
-        told = list(trainer_pb2.TrainedGroup.FromString(zlib.decompress(record.trained)).trajectories)
+        answered = list(trainer_pb2.TrainedGroup.FromString(zlib.decompress(record.trained)).trajectories)
     tokenizer = tokenizer_file(model)
-    return [_view(group, each, trained, tokenizer) for each, trained in zip(group.trajectories, told, strict=True)]
+    return [_view(group, each, trained, tokenizer) for each, trained in zip(group.trajectories, answered, strict=True)]
 
 
 def _view(

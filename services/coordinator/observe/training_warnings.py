@@ -139,12 +139,12 @@ def found(rows: Sequence[Values], spec: JobSpec) -> list[tuple[TrainingWarning, 
             continue
         value = check.figure(rows[-1], spec) if check.above else rows[-1][check.metric]
         assert value is not None
-        told = TrainingWarning(
+        warning = TrainingWarning(
             cause=check.cause, metric=check.metric, value=value, limit=check.limit, steps=check.steps
         )
         solved = check.cause is WarningCause.EQUAL_REWARDS and _is_solved(rows)
         advice = SOLVED if solved else check.advice
-        due.append((told, f"{check.text.format(value)} for {check.steps} steps. {advice}."))
+        due.append((warning, f"{check.text.format(value)} for {check.steps} steps. {advice}."))
     return due
 
 

@@ -131,8 +131,8 @@ class Configuring:
                 await keep(member.id, str(error))
                 await self._deaths.charge(member.place, f"{member.id} {member.failures}")
             message = f"{member.id} could not be configured for {job.id}: {error}"
-        told = events.MemberFailed(member=member.id, refused=refused, pool=self._pool)
-        await self._events.add(job.id, told, message)
+        event = events.MemberFailed(member=member.id, refused=refused, pool=self._pool)
+        await self._events.add(job.id, event, message)
 
     async def _accept(self) -> None:
         if not self._accepted:
@@ -153,7 +153,7 @@ def _refused_by_all(errors: Sequence[MillraceError], pool: str) -> InvalidJob:
     counts = Counter((error.what, error.fix) for error in errors)
     if len(counts) == 1:
         return InvalidJob(f"{who} refused the job: {errors[0].what}", errors[0].fix)
-    told = [
+    mistakes = [
         Mistake("", f"{count} of {len(errors)}: {what.removesuffix('.')}", fix) for (what, fix), count in counts.items()
     ]
-    return InvalidJob.of(told, f"{who} refused the job:")
+    return InvalidJob.of(mistakes, f"{who} refused the job:")

@@ -206,8 +206,8 @@ class Publisher:
         never_placed = await self._store.records(job.id).note(PLACED) != job.spec_digest
         refusal = Unconfigured(job.id, job.spec_digest, error, refused=True, of_weights=never_placed)
         await self._fleet.refused(member, refusal)
-        told = events.MemberFailed(member=member.id, refused=True, pool=ROLLOUT)
-        await self._events.add(job.id, told, f"{member.id} refused the weights of {job.id}: {error}")
+        event = events.MemberFailed(member=member.id, refused=True, pool=ROLLOUT)
+        await self._events.add(job.id, event, f"{member.id} refused the weights of {job.id}: {error}")
 
     async def _note_placed(self, job: JobRecord) -> None:
         """Notes once that a replica has taken the weights of the job with this spec."""

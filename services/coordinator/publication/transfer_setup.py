@@ -94,7 +94,7 @@ class TransferSetup:
 
 @dataclass(frozen=True)
 class JoinedLayouts:
-    """What the members told, and the layouts of all ranks that follow from it."""
+    """What the members answer, and the layouts of all ranks that follow from it."""
 
     sender: trainer_pb2.DescribeSendResponse
     receivers: Sequence[rollout_pb2.DescribeReceiveResponse]
@@ -130,7 +130,7 @@ class MemberLayouts:
         has_layouts = bool(sender.layouts.of_rank)
         receivers = await self._described_receivers(attempt, sender.manifest) if has_layouts else {}
         unable = [] if has_layouts else [attempt.sender.id]
-        unable += [m for m, told in receivers.items() if not told.layouts.of_rank or told.gpu != sender.gpu]
+        unable += [m for m, answer in receivers.items() if not answer.layouts.of_rank or answer.gpu != sender.gpu]
         if unable:
             if settings.path == "auto":
                 return _gather_broadcast(attempt, dtype)
@@ -138,7 +138,7 @@ class MemberLayouts:
             raise PublicationFailed(what, 'set publication.path to "auto".', tuple(unable))
         layouts = self._joined(sender, [receivers[m.id] for m in attempt.receivers])
         ranks = len(sender.layouts.of_rank)
-        able = sender.deltas and all(told.deltas for told in receivers.values())
+        able = sender.deltas and all(answer.deltas for answer in receivers.values())
         delta = able and self._wants_delta(attempt, settings)
         path = weights_pb2.PATH_DELTA if delta else weights_pb2.PATH_SHARDED
         return TransferSetup(path, ranks, dtype, layouts, sender.manifest, sender.gpu)
@@ -156,7 +156,7 @@ class MemberLayouts:
         """The layouts of all ranks. They are joined again only where a member has come, gone or changed."""
         known = self._last_joined
         if known is None or known.sender is not sender or not _same(known.receivers, receivers):
-            wanted = wire_layouts.joined([told.layouts for told in receivers])
+            wanted = wire_layouts.joined([answer.layouts for answer in receivers])
             layouts = weights_pb2.Sides(senders=sender.layouts, receivers=wanted)
             known = self._last_joined = JoinedLayouts(sender, receivers, layouts)
         return known.layouts
@@ -178,13 +178,15 @@ class MemberLayouts:
         self, attempt: Attempt, manifest: weights_pb2.Manifest
     ) -> dict[str, rollout_pb2.DescribeReceiveResponse]:
         job = attempt.ref.job_id
-        known = {i: told for i, (of, digest, told) in self._receivers.items() if (of, digest) == (job, manifest.hash)}
+        known = {
+            i: answer for i, (of, digest, answer) in self._receivers.items() if (of, digest) == (job, manifest.hash)
+        }
         new = [m for m in attempt.receivers if m.id not in known]
         request = rollout_pb2.DescribeReceiveRequest(job_id=job, manifest=manifest)
-        distinct = {told.SerializeToString(deterministic=True): told for told in known.values()} if new else {}
-        for member, told in (await attempt.ask_all(RolloutRpc.DescribeWeights, lambda _: request, new)).items():
+        distinct = {answer.SerializeToString(deterministic=True): answer for answer in known.values()} if new else {}
+        for member, answer in (await attempt.ask_all(RolloutRpc.DescribeWeights, lambda _: request, new)).items():
             # Most members have the same layouts, which may be large: they are kept once.
-            shared = distinct.setdefault(told.SerializeToString(deterministic=True), told)
+            shared = distinct.setdefault(answer.SerializeToString(deterministic=True), answer)
             self._receivers[member], known[member] = (job, manifest.hash, shared), shared
         return known
 

@@ -94,10 +94,10 @@ def routes(store: Store, control: Control, views: JobViews, events: Events) -> A
         """Replaces tags and notes of a job in any state. A field that is not given stays."""
         tree = await bodies.fields(request)
         try:
-            told = Notes.model_validate(tree)
+            given = Notes.model_validate(tree)
         except ValidationError as error:
             raise InvalidJob.of(explain(error.errors(), Notes)) from error
-        return views.of(await control.note(job_id, told.tags, told.notes))
+        return views.of(await control.note(job_id, given.tags, given.notes))
 
     @router.delete("/{job_id}")
     async def cancel(job_id: Id) -> JobView:

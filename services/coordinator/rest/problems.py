@@ -121,8 +121,8 @@ async def _validation(request: Request, error: Exception) -> JSONResponse:
 async def _bug(request: Request, error: Exception) -> JSONResponse:
     """Any other error of a route. Its traceback is in the log."""
     what = f"{request.method} {request.url.path} failed because of a bug in the coordinator."
-    told = MillraceError(what, "report it with the coordinator's log.")
-    return _answer(ProblemType.INTERNAL, HTTPStatus.INTERNAL_SERVER_ERROR, told)
+    answered = MillraceError(what, "report it with the coordinator's log.")
+    return _answer(ProblemType.INTERNAL, HTTPStatus.INTERNAL_SERVER_ERROR, answered)
 
 
 async def _http(request: Request, error: Exception) -> JSONResponse:
@@ -131,8 +131,8 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     kind, why = HTTP_KINDS.get(status, (ProblemType.OTHER, error.detail))
     if status is HTTPStatus.METHOD_NOT_ALLOWED:
         headers["Allow"] = ", ".join(sorted(_methods(request)))
-    told = MillraceError(f"{request.method} {request.url.path}: {why}.", "see /openapi.json for all paths.")
-    return _answer(kind, status, told, headers=headers)
+    answered = MillraceError(f"{request.method} {request.url.path}: {why}.", "see /openapi.json for all paths.")
+    return _answer(kind, status, answered, headers=headers)
 
 
 def _methods(request: Request) -> set[str]:

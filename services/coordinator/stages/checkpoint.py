@@ -158,8 +158,8 @@ async def keep_best(run: Run) -> None:
     path, metric = kept[step]["path"], run.spec.schedule.keep_best.removeprefix("-")
     await asyncio.to_thread(_link, Path(path))
     await run.records.set_note(BEST, step)
-    told = events.CheckpointBest(step=step, path=path, metric=metric, value=value)
-    await run.tell(told, f"the checkpoint of step {step} is the best so far: {metric} {value:.4g}")
+    event = events.CheckpointBest(step=step, path=path, metric=metric, value=value)
+    await run.tell(event, f"the checkpoint of step {step} is the best so far: {metric} {value:.4g}")
     await _prune(run)
 
 

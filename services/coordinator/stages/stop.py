@@ -18,8 +18,8 @@ async def stop_early(run: Run) -> None:
     if why is None:
         return
     await run.components.store.jobs.update(run.job.id, last_step=step, steps=step)
-    told = events.JobStopping(step=step, metric=rule.metric, cause=why[0])
-    await run.tell(told, f"stops after step {step} of {run.steps}: {why[1]} (schedule.stop_when)")
+    event = events.JobStopping(step=step, metric=rule.metric, cause=why[0])
+    await run.tell(event, f"stops after step {step} of {run.steps}: {why[1]} (schedule.stop_when)")
     await run.refresh()
 
 

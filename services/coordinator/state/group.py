@@ -54,10 +54,10 @@ class Account:
     reruns: int
 
     @classmethod
-    def of(cls, told: common_pb2.EpisodeAccount) -> Self:
+    def of(cls, account: common_pb2.EpisodeAccount) -> Self:
         """The account that a replica told."""
-        ended = told.end == common_pb2.EPISODE_END_DONE
-        return cls(ended, told.tool_calls, told.tool_failures, told.tool_s, told.reruns)
+        ended = account.end == common_pb2.EPISODE_END_DONE
+        return cls(ended, account.tool_calls, account.tool_failures, account.tool_s, account.reruns)
 
 
 @dataclass(frozen=True)

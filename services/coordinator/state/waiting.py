@@ -58,11 +58,11 @@ def _for_replicas(job: JobRecord, replicas: Sequence[Member]) -> WaitingView | N
 
 def _for_judges(replicas: Sequence[Member]) -> WaitingView | None:
     """The first judge, by name, that does not answer some of the replicas."""
-    told = [outage for m in replicas for outage in m.pulse.judge_outages]
-    if not told:
+    outages = [outage for m in replicas for outage in m.pulse.judge_outages]
+    if not outages:
         return None
-    name = min(outage.name for outage in told)
-    of_judge = [outage for outage in told if outage.name == name]
+    name = min(outage.name for outage in outages)
+    of_judge = [outage for outage in outages if outage.name == name]
     longest = max(of_judge, key=lambda outage: outage.seconds)
     requests = sum(outage.waiting for outage in of_judge)
     where = f"{len(of_judge)} of {_replicas(len(replicas))}"

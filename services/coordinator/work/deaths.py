@@ -48,8 +48,8 @@ class DeathWatch:
         job = self._turn.job
         if job is not None and await self._store.deaths(job.id).last() == member_id:
             await self._store.deaths(job.id).say(member_id, words)
-            told = events.MemberDied(member=member_id, deaths=None)
-            await self._events.add(job.id, told, f"the last words of {member_id}: {words[:TOLD]}")
+            event = events.MemberDied(member=member_id, deaths=None)
+            await self._events.add(job.id, event, f"the last words of {member_id}: {words[:TOLD]}")
 
 
 def _works_for(job: JobRecord, member: Member) -> bool:

@@ -310,8 +310,8 @@ class Queue:
             prompts += queued
             for prompt in dropped:
                 reason = DropReason.KILLED_REPLICAS
-                told = events.PromptDropped(reason=reason, prompt=prompt, member=member.id)
-                await self._events.add(job_id, told, str(Drop(reason, died))[:500])
+                event = events.PromptDropped(reason=reason, prompt=prompt, member=member.id)
+                await self._events.add(job_id, event, str(Drop(reason, died))[:500])
         self.issued.ring()
         self.answered.ring()
         message = f"{member.id} is out of service ({why}); {len(prompts)} leases go to others"

@@ -74,8 +74,8 @@ def _messages(given: Mapping[str, Any], field: str) -> list[Message]:
     for number, block in enumerate(blocks):
         place = f"{field}.content.{number}"
         if block.get("type") == "tool_result":
-            told = text_of(block.get("content"), f"{place}.content")
-            results.append({"role": "tool", "content": told, "tool_call_id": str(block.get("tool_use_id", ""))})
+            text = text_of(block.get("content"), f"{place}.content")
+            results.append({"role": "tool", "content": text, "tool_call_id": str(block.get("tool_use_id", ""))})
         else:
             texts.append(text_of([block], place))
     return [*results, *([{"role": role, "content": "".join(texts)}] if texts or not results else [])]

@@ -113,9 +113,9 @@ def chunks(request: ChatRequest, speaker: Speaker, turn: SampledTurn) -> Iterato
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{name: whole[name]} for name in ("reasoning_content", "content") if whole.get(name)]
     deltas += [{"tool_calls": [{"index": number, **call}]} for number, call in enumerate(turn.calls)]
-    told = logprobs(turn.completion, speaker.decode) if request.logprobs else None
+    of_tokens = logprobs(turn.completion, speaker.decode) if request.logprobs else None
     for number, delta in enumerate(deltas):
-        choice = {"index": 0, "delta": delta, "logprobs": told if number == len(deltas) - 1 else None}
+        choice = {"index": 0, "delta": delta, "logprobs": of_tokens if number == len(deltas) - 1 else None}
         yield event({**head, "choices": [{**choice, "finish_reason": None}]})
     yield event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": finish_reason(turn)}]})
     if (request.stream_options or {}).get("include_usage"):

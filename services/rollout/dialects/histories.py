@@ -66,8 +66,8 @@ def _calls(given: Any, field: str) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             why = Mistake(f"{field}.{number}.function", "a call names a function", "send {name, arguments}.")
             raise Refused.of(why)
-        told = {"name": function["name"], "arguments": arguments_of(function.get("arguments"))}
-        calls.append({"id": str(call.get("id", "")), "type": "function", "function": told})
+        named = {"name": function["name"], "arguments": arguments_of(function.get("arguments"))}
+        calls.append({"id": str(call.get("id", "")), "type": "function", "function": named})
     return calls
 
 

@@ -64,8 +64,8 @@ class Refused(MillraceError):
 def openai_error(refused: Refused) -> dict[str, Any]:
     """The refusal as OpenAI's API tells it."""
     kind = refused.kind.value
-    told = {"message": str(refused), "type": kind.openai, "param": refused.field, "code": kind.code}
-    return {"error": told}
+    error = {"message": str(refused), "type": kind.openai, "param": refused.field, "code": kind.code}
+    return {"error": error}
 
 
 def anthropic_error(refused: Refused) -> dict[str, Any]:

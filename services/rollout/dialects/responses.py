@@ -80,8 +80,8 @@ def _item(item: Mapping[str, Any], field: str) -> Message:
         call = {"id": item.get("call_id", ""), "type": "function", "function": function}
         return history([{"role": "assistant", "tool_calls": [call]}], field)[0]
     if kind == "function_call_output":
-        told = text_of(item.get("output"), f"{field}.output")
-        return {"role": "tool", "content": told, "tool_call_id": str(item.get("call_id", ""))}
+        text = text_of(item.get("output"), f"{field}.output")
+        return {"role": "tool", "content": text, "tool_call_id": str(item.get("call_id", ""))}
     if kind == "reasoning":
         parts = item.get("content") or ()
         thought = "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))

@@ -144,8 +144,8 @@ class _Session:
             observed = await self.act({**self._options.action, field: message["content"]})
         except Refused as error:
             raise EnvironmentFailed(f"step: {error}") from error
-        told = {"role": "user", "content": self._text(observed.observation)}
-        return [told], observed.reward, observed.done
+        reply: Message = {"role": "user", "content": self._text(observed.observation)}
+        return [reply], observed.reward, observed.done
 
     async def call(self, name: str, arguments: Any) -> Called:
         if not isinstance(arguments, Mapping):
@@ -162,9 +162,9 @@ class _Session:
         except Refused as error:
             return Called(f"Error: {error}"[:LONGEST_RESULT], failed=True)
         seen = observed.observation
-        told = _result(seen) if self._has_tools else self._text(seen)
+        content = _result(seen) if self._has_tools else self._text(seen)
         failed = self._has_tools and bool(seen.get("error"))
-        return Called(told, failed=failed, reward=observed.reward, done=observed.done)
+        return Called(content, failed=failed, reward=observed.reward, done=observed.done)
 
     async def score(self) -> tuple[float | None, dict[str, Any]]:
         return None, {}

@@ -115,18 +115,18 @@ class ProcessSession:
 
     async def step(self, message: Mapping[str, Any]) -> tuple[list[dict[str, Any]], float | None, bool]:
         """What follows a turn: messages, the reward of the turn, and whether the episode is over."""
-        told = await self._ask("step", message=message)
-        return list(told["messages"]), told["reward"], told["done"]
+        answer = await self._ask("step", message=message)
+        return list(answer["messages"]), answer["reward"], answer["done"]
 
     async def call(self, name: str, arguments: Any) -> Called:
         """The answer of a tool."""
-        told = await self._ask("call", name=name, arguments=arguments)
-        return Called(told["content"], told["failed"], told["reward"], told["done"])
+        answer = await self._ask("call", name=name, arguments=arguments)
+        return Called(answer["content"], answer["failed"], answer["reward"], answer["done"])
 
     async def score(self) -> tuple[float | None, dict[str, Any]]:
         """The score at the end, with further values; None if the environment gives none."""
-        told = await self._ask("score")
-        return told["score"], told["details"]
+        answer = await self._ask("score")
+        return answer["score"], answer["details"]
 
     async def close(self) -> None:
         """Ends the episode. A call that was given up is cancelled in the process."""

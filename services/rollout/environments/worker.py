@@ -42,8 +42,8 @@ def main() -> None:
 
 
 def _serve(setup: Mapping[str, Any], requests: IO[bytes], replies: IO[bytes], missing: Sequence[Missing]) -> None:
-    told = [[each.boundary, each.reason] for each in missing]
-    if refuses(setup, told, replies):
+    lacking = [[each.boundary, each.reason] for each in missing]
+    if refuses(setup, lacking, replies):
         return
     try:
         host = _host(setup)
@@ -54,7 +54,7 @@ def _serve(setup: Mapping[str, Any], requests: IO[bytes], replies: IO[bytes], mi
         # The user's module runs here, and may raise anything.
         reply(replies, {"failure": describe_error(error)})
         return
-    reply(replies, {"ready": True, "missing": told, "tools": host.specs})
+    reply(replies, {"ready": True, "missing": lacking, "tools": host.specs})
     asyncio.run(Requests(host, setup["call_s"], replies).answer_all(requests))
 
 

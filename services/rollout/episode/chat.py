@@ -110,17 +110,17 @@ class Chat:
         of a tool that cannot be read has no `function`, but its `status` and `raw` text.
         """
         parsed = self._renderer.parse_response(list(sampled), tools=self.tools, prompt_ids=list(prompt))
-        told: Message = {"role": "assistant", "content": parsed.content}
+        message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content:
-            told["reasoning_content"] = parsed.reasoning_content
+            message["reasoning_content"] = parsed.reasoning_content
         calls = [_call(number, each) for number, each in enumerate(parsed.tool_calls, calls_before)]
         if self._is_default:  # the template is not known: it gets the text as it was said
-            return told | ({"tool_calls": calls} if calls else {}), {
+            return message | ({"tool_calls": calls} if calls else {}), {
                 "role": "assistant",
                 "content": self._text_after(prompt, sampled[:-1] if ended else sampled),
             }
         good = [{key: call[key] for key in ("id", "type", "function")} for call in calls if "function" in call]
-        return told | ({"tool_calls": calls} if calls else {}), told | ({"tool_calls": good} if good else {})
+        return message | ({"tool_calls": calls} if calls else {}), message | ({"tool_calls": good} if good else {})
 
     def between(
         self, seen: Sequence[int], turn: int, history: Sequence[Message], new: Sequence[Message]

@@ -118,9 +118,9 @@ class Trajectory:
     def _experts(self) -> NDArray[np.integer] | None:
         """The experts of prompt and response. A turn tells those of all tokens before it too: of each token those count
         that were chosen first, when it was sampled."""
-        told = [turn.completion.experts for turn in self.turns]
-        known = [experts for experts in told if experts is not None]
-        if not known or len(known) < len(told):
+        of_turns = [turn.completion.experts for turn in self.turns]
+        known = [experts for experts in of_turns if experts is not None]
+        if not known or len(known) < len(of_turns):
             return None
         whole = known[0]
         for experts in known[1:]:

@@ -206,9 +206,9 @@ def _pause_s(state: RetryCallState) -> float:
 
 def _retry_after_s(response: httpx.Response) -> float | None:
     """The seconds of the header Retry-After, which has seconds or a date."""
-    told = response.headers.get("Retry-After", "").strip()
+    value = response.headers.get("Retry-After", "").strip()
     try:
-        seconds = float(told) if told[:1].isdigit() else parsedate_to_datetime(told).timestamp() - time.time()
+        seconds = float(value) if value[:1].isdigit() else parsedate_to_datetime(value).timestamp() - time.time()
     except (ValueError, TypeError, OverflowError):
         return None
     return max(0.0, seconds)

@@ -102,5 +102,5 @@ def _template(judge: Judge) -> str:
 
 def _shared(row: PromptRow) -> Mapping[str, str]:
     truth = row.ground_truth
-    told = truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth, ensure_ascii=False)
-    return {"prompt": template.text_of(row.prompt), "ground_truth": told}
+    text = truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth, ensure_ascii=False)
+    return {"prompt": template.text_of(row.prompt), "ground_truth": text}

@@ -165,13 +165,13 @@ class PoolReplica(FleetMember):
             found: list[float | str] = [""] * len(conversations)
             usable: dict[int, NDArray[np.int32]] = {}
             for place, (prompt, answer) in enumerate(conversations):
-                told = await asyncio.to_thread(tokens_of, prompt, answer, self._tokenizer, self._template_options)
-                if isinstance(told, str):
-                    found[place] = told
-                elif engine.context is not None and len(told) > engine.context:
-                    found[place] = f"{len(told)} tokens, more than the {engine.context} that the reward model takes"
+                tokens = await asyncio.to_thread(tokens_of, prompt, answer, self._tokenizer, self._template_options)
+                if isinstance(tokens, str):
+                    found[place] = tokens
+                elif engine.context is not None and len(tokens) > engine.context:
+                    found[place] = f"{len(tokens)} tokens, more than the {engine.context} that the reward model takes"
                 else:
-                    usable[place] = told
+                    usable[place] = tokens
             self._check(list(usable.values()), engine, of_request=False)
             for place, reward in zip(usable, await engine.rewards(list(usable.values())), strict=True):
                 found[place] = reward if np.isfinite(reward) else f"the reward model gave {reward}"

@@ -72,8 +72,8 @@ def main() -> None:
 
 
 def _serve(setup: Mapping[str, Any], requests: Iterable[bytes], replies: IO[bytes], missing: Sequence[Missing]) -> None:
-    told = [[each.boundary, each.reason] for each in missing]
-    if refuses(setup, told, replies):
+    lacking = [[each.boundary, each.reason] for each in missing]
+    if refuses(setup, lacking, replies):
         return
     limits.set_for_process(limits.CallLimits(setup["timeout_s"], setup["memory_mb"]))
     functions: list[tuple[ComputeScore, Scope]] = []
@@ -82,7 +82,7 @@ def _serve(setup: Mapping[str, Any], requests: Iterable[bytes], replies: IO[byte
         if function is None:
             return
         functions.append((function, term["scope"]))
-    reply(replies, {"ready": True, "missing": told})
+    reply(replies, {"ready": True, "missing": lacking})
     for line in requests:
         reply(replies, _answer(functions, line))
 

@@ -142,10 +142,10 @@ def _listener(channel: socket.socket) -> socket.socket:
     return listener
 
 
-async def _plain(command: Sequence[str], told: Mapping[str, str]) -> Ended:
+async def _plain(command: Sequence[str], variables: Mapping[str, str]) -> Ended:
     """Runs a command without a sandbox, in a process group that is killed in the end."""
     kept = {name: value for name, value in os.environ.items() if name not in KEPT_BACK}
-    env = {**kept, **past_proxies(told["OPENAI_BASE_URL"], kept), **told}
+    env = {**kept, **past_proxies(variables["OPENAI_BASE_URL"], kept), **variables}
     # A file, not a pipe: what the command has started may hold a pipe after its end.
     with tempfile.TemporaryFile() as output:
         try:

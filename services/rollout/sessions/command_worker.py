@@ -37,14 +37,14 @@ def main() -> None:
 
 
 def _serve(setup: Mapping[str, Any], requests: Iterable[bytes], replies: IO[bytes], missing: Sequence[Missing]) -> None:
-    told = [[each.boundary, each.reason] for each in missing]
-    if refuses(setup, told, replies):
+    lacking = [[each.boundary, each.reason] for each in missing]
+    if refuses(setup, lacking, replies):
         return
     with socket.socket(fileno=setup["channel"]) as channel, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
         socket.send_fds(channel, [b"listening"], [listener.fileno()])
-    reply(replies, {"ready": True, "missing": told})
+    reply(replies, {"ready": True, "missing": lacking})
     for line in requests:
         request = json.loads(line)
         reply(replies, {"id": request["id"], **_run(request["command"], request["env"])})

@@ -138,5 +138,5 @@ def _with(episode: Episode, ended: Ended | None) -> Episode:
     if ended is None:
         return episode
     *before, last = episode.trajectories
-    told = {**last.metadata, "agent": {"status": ended.status, "output": ended.tail}}
-    return replace(episode, trajectories=(*before, replace(last, metadata=told)))
+    metadata = {**last.metadata, "agent": {"status": ended.status, "output": ended.tail}}
+    return replace(episode, trajectories=(*before, replace(last, metadata=metadata)))

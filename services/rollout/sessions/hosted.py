@@ -58,7 +58,7 @@ class Branch(BaseModel):
         return ((start, tokens[:end].tobytes()) for start, end in self.sampled)
 
 
-class Told(BaseModel):
+class PlayedEpisode(BaseModel):
     """What the host answers."""
 
     reward: float | None
@@ -113,10 +113,10 @@ class HostedEpisodes:
                 try:
                     await self._reached()
                     with self.sessions.hold(session):
-                        told = await self._played(session)
+                        played = await self._played(session)
                     if session.failure is not None:
                         raise session.failure
-                    return episode_of(session, told)
+                    return episode_of(session, played)
                 except (AgentFailed, EnvironmentFailed) as error:
                     failures.append(str(error))
         raise EpisodeFailed(Drop(DropReason.ENVIRONMENT_FAILED, "; then ".join(failures)))
@@ -136,14 +136,14 @@ class HostedEpisodes:
         except TimeoutError as error:
             raise EnvironmentFailed(f"the host {self.options.url} did not answer for {limit_s:g} s") from error
 
-    async def _played(self, session: Session) -> Told:
+    async def _played(self, session: Session) -> PlayedEpisode:
         """What the host tells when the episode is over. Raises EnvironmentFailed."""
         limit_s = self.environment.episode_s
         session.deadline = asyncio.get_running_loop().time() + limit_s
         try:
             async with asyncio.timeout(limit_s):
                 answer = await self._answer(self._asked(session))
-                told = Told.model_validate_json(answer)
+                played = PlayedEpisode.model_validate_json(answer)
         except TimeoutError as error:
             self.sessions.metrics.abandoned()
             raise EnvironmentFailed(f"the episode took longer than {limit_s:g} s") from error
@@ -155,7 +155,7 @@ class HostedEpisodes:
             raise EnvironmentFailed(f"the host {self.options.url} ended during the episode: {why}") from error
         except ValidationError as error:
             raise EnvironmentFailed(f"the answer of the host {self.options.url} cannot be read") from error
-        return told
+        return played
 
     async def _answer(self, asked: dict[str, Any]) -> bytes:
         headers = {"content-type": "application/json"}
@@ -177,7 +177,7 @@ class HostedEpisodes:
         return b"".join(parts)
 
     def _asked(self, session: Session) -> dict[str, Any]:
-        """The request for an episode, `Asked` of `services/environments/messages.py`."""
+        """The request for an episode, `EpisodeRequest` of `services/environments/messages.py`."""
         extra_info = session.prompt.row.extra_info
         if not isinstance(task := extra_info.get("task"), dict):
             raise EnvironmentFailed("the row has no extra_info.task, which names the host's task")
@@ -194,20 +194,20 @@ class HostedEpisodes:
         }
 
 
-def episode_of(session: Session, told: Told) -> Episode:
+def episode_of(session: Session, played: PlayedEpisode) -> Episode:
     """What the session recorded, as far as it is in the host's traces. An episode that failed because it had reached a
     limit of turns or tokens counts, without a reward. Raises EnvironmentFailed, AgentFailed."""
     recorded = session.episode() if session.turns else None
     ended_by_limit = recorded is not None and recorded.account is not None and recorded.account.end in AT_A_LIMIT
-    if told.error and not ended_by_limit:
-        raise EnvironmentFailed(told.error)
+    if played.error and not ended_by_limit:
+        raise EnvironmentFailed(played.error)
     if recorded is None:
         raise AgentFailed("the environment asked for no turn")
-    reward = told.reward if told.reward is not None else 0.0
-    if not fits(reward) or not all(map(fits, told.metrics.values())):
+    reward = played.reward if played.reward is not None else 0.0
+    if not fits(reward) or not all(map(fits, played.metrics.values())):
         raise EnvironmentFailed("a reward or a metric of the host is not a number to compute with")
-    kept = trained(recorded.trajectories, session.prompt.rendered.token_ids, told.branches)
-    return replace(recorded, trajectories=kept, scored=Scored(reward, told.metrics))
+    kept = trained(recorded.trajectories, session.prompt.rendered.token_ids, played.branches)
+    return replace(recorded, trajectories=kept, scored=Scored(reward, played.metrics))
 
 
 def trained(

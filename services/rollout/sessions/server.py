@@ -130,8 +130,8 @@ class Desk:
         log.debug("session claimed", session=session.id, caller=request.client.host if request.client else "")
         assert self._sessions.endpoint is not None
         url = f"{self._sessions.endpoint.url}/sessions/{session.id}"
-        told = {"key": session.key, "url": url, "openai_base_url": f"{url}/v1", "anthropic_base_url": url}
-        return JSONResponse({**told, **self._described(session)}, 201)
+        access = {"key": session.key, "url": url, "openai_base_url": f"{url}/v1", "anthropic_base_url": url}
+        return JSONResponse({**access, **self._described(session)}, 201)
 
     async def describe(self, request: Request) -> Response:
         """What is known of an episode."""
@@ -225,9 +225,9 @@ class Desk:
         """The turn of `sampling` as a stream."""
 
         def counted(turn: SampledTurn) -> Iterable[str]:
-            told = events(turn)
+            sent = events(turn)
             self._metrics.turn(api, request.state.arrived, turn.engine_s)
-            return told
+            return sent
 
         return await streamed(request, sampling, counted, refused)
 
@@ -245,5 +245,5 @@ class Desk:
         return self._sessions.find(session_id, key_of(request))
 
     def _described(self, session: Session) -> dict[str, Any]:
-        told = {"id": session.id, "model": session.policy.model, "row": session.prompt.row_fields()}
-        return {**told, "turns": session.turns, "seconds_left": round(session.seconds_left, 3)}
+        description = {"id": session.id, "model": session.policy.model, "row": session.prompt.row_fields()}
+        return {**description, "turns": session.turns, "seconds_left": round(session.seconds_left, 3)}

@@ -272,8 +272,8 @@ def _kill_marked(mark: str) -> None:
 
 def _accept(greeting: Mapping[str, Any], setup: Setup) -> tuple[Missing, ...]:
     """The boundaries that are missing. Raises InvalidJob if the function cannot be used."""
-    if told := greeting.get("refused"):
-        raise InvalidJob(told["what"], told["fix"])
+    if refusal := greeting.get("refused"):
+        raise InvalidJob(refusal["what"], refusal["fix"])
     if failure := greeting.get("failure"):
         raise InvalidJob(f"{setup.field}: {setup.functions} {failure} when it was imported.", "fix its module.")
     if lacking := greeting.get("uncontained"):
@@ -286,8 +286,8 @@ def _accept(greeting: Mapping[str, Any], setup: Setup) -> tuple[Missing, ...]:
     return _missing(greeting.get("missing", []))
 
 
-def _missing(told: Sequence[Sequence[str]]) -> tuple[Missing, ...]:
-    return tuple(Missing(Boundary(boundary), reason) for boundary, reason in told)
+def _missing(pairs: Sequence[Sequence[str]]) -> tuple[Missing, ...]:
+    return tuple(Missing(Boundary(boundary), reason) for boundary, reason in pairs)
 
 
 def absolute(function: str) -> str:

@@ -35,8 +35,8 @@ def check_names(path: str, trained: set[str], stored: Collection[str]) -> None:
     further = {name for name in stored if name.startswith(WEIGHTS) and is_adapter(name)} - trained
     if further or any(map(is_adapter, lacking)):
         sides = (("the checkpoint alone", _layers(further)), ("this job alone", _layers(lacking)))
-        told = "; ".join(f"{side} has one for {_some(layers)}" for side, layers in sides if layers)
-        what = f"{path} has adapters for other layers than this job: {told}."
+        differences = "; ".join(f"{side} has one for {_some(layers)}" for side, layers in sides if layers)
+        what = f"{path} has adapters for other layers than this job: {differences}."
         raise InvalidState(what, "give the job the target_modules and exclude_modules of the job that saved it.")
     if lacking:
         what = f"{path} lacks tensors that this job trains: {_some(lacking)}."

@@ -24,8 +24,8 @@ def check_unread(unread: Unread, files: ModelFiles, folder: Path, place: str, *,
         if tuple(one.get_shape()) != tuple(other.get_shape()) or (by_value and not _equal(one, other)):
             raise other_values(place, name, source)
     if unread.ahead and by_value:
-        told = "tensors that predict several tokens at once are not trained, and left out of what is saved"
-        log.warning(told, folder=str(folder), tensors=len(unread.ahead), first=unread.ahead[0])
+        warning = "tensors that predict several tokens at once are not trained, and left out of what is saved"
+        log.warning(warning, folder=str(folder), tensors=len(unread.ahead), first=unread.ahead[0])
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -155,10 +155,10 @@ def _sampled(samples: Sequence[Sample], lengths: Sequence[int]) -> Tensor | None
 
 def _others(samples: Sequence[Sample]) -> Tensor | None:
     """The teacher's most likely tokens in the places of all sampled ones; None where it reported none."""
-    told = [sample.teacher.top_tokens_nk for sample in samples if sample.teacher is not None]
-    if not told or not told[0].shape[1]:
+    tops = [sample.teacher.top_tokens_nk for sample in samples if sample.teacher is not None]
+    if not tops or not tops[0].shape[1]:
         return None
-    return torch.from_numpy(np.concatenate(told).astype(np.int64))
+    return torch.from_numpy(np.concatenate(tops).astype(np.int64))
 
 
 def _experts(samples: Sequence[Sample]) -> Tensor | None:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from services.environments import server
-from services.environments.messages import Asked, Branch, Told
+from services.environments.messages import Branch, EpisodeRequest, PlayedEpisode
 from services.environments.server import Desk, application
 
 FOLDER = Path(__file__).parents[3] / "services/environments"
@@ -49,13 +49,13 @@ class Waiting:
 
     def __init__(self) -> None:
         self.begun, self.end, self.cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.asked: list[Asked] = []
+        self.asked: list[EpisodeRequest] = []
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         yield
 
-    async def run(self, asked: Asked) -> Told:
+    async def run(self, asked: EpisodeRequest) -> PlayedEpisode:
         self.asked.append(asked)
         self.begun.set()
         try:
@@ -63,7 +63,7 @@ class Waiting:
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
-        return Told(0.5, {"won": 1.0}, "", [Branch([1, 2, 3], [(1, 3)])])
+        return PlayedEpisode(0.5, {"won": 1.0}, "", [Branch([1, 2, 3], [(1, 3)])])
 
 
 def client(environment: Waiting, secret: str = "") -> httpx.AsyncClient:
@@ -82,7 +82,7 @@ def test_an_episode_is_run_and_told() -> None:
             answer = (await episode).json()
             assert answer.pop("branches") == [{"tokens": [1, 2, 3], "sampled": [[1, 3]]}]
             assert answer == {"reward": 0.5, "metrics": {"won": 1.0}, "error": ""}
-            assert environment.asked == [Asked(**REQUEST)]
+            assert environment.asked == [EpisodeRequest(**REQUEST)]
             assert (await http.get("/health")).json()["running"] == 0
 
     asyncio.run(scenario())

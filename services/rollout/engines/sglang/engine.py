@@ -75,13 +75,13 @@ class SchedulerStats:
         """The newest numbers of all schedulers that tell theirs: one for all ranks of a model, or one for each of the
         data-parallel copies, of which `cache_used` is that of the fullest. None before the first snapshot."""
         # The schedulers make an empty snapshot, of time 0, when they start.
-        told = [] if self._reader is None else [one for one in self._reader.read_all() if one.timestamp]
-        if not told:
+        schedulers = [] if self._reader is None else [one for one in self._reader.read_all() if one.timestamp]
+        if not schedulers:
             return None
         return EngineStats(
-            running=sum(one.num_running_reqs for one in told),
-            waiting=sum(one.num_waiting_reqs for one in told),
-            cache_used=max(map(_cache_used, told)),
+            running=sum(one.num_running_reqs for one in schedulers),
+            waiting=sum(one.num_waiting_reqs for one in schedulers),
+            cache_used=max(map(_cache_used, schedulers)),
             prompt_tokens=self._prompt_tokens,
             cached_prompt_tokens=self._cached_prompt_tokens,
         )

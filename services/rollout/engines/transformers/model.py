@@ -166,7 +166,7 @@ def load(model: PoolModel, device: str, attn_implementation: str) -> Any:
     pool, field = model.pool, f"{model.field}.path"
     kind: Any = AutoModelForSequenceClassification if model.task is PoolTask.REWARDS else AutoModelForCausalLM
     try:
-        loaded, told = kind.from_pretrained(
+        loaded, report = kind.from_pretrained(
             pool.path,
             dtype=getattr(torch, pool.dtype),
             attn_implementation=attn_implementation,
@@ -176,12 +176,12 @@ def load(model: PoolModel, device: str, attn_implementation: str) -> Any:
     except (OSError, ValueError, KeyError, ImportError) as error:
         what = f"{field}: {pool.path} cannot be loaded by transformers: {error}."
         raise InvalidJob(what, "give a Hugging Face model folder of an architecture that it knows.") from error
-    if missing := sorted(told["missing_keys"]):
+    if missing := sorted(report["missing_keys"]):
         reason = f"has no weights for {', '.join(missing[:3])}, without which it cannot give {model.task}"
         raise refused(field, pool.path, reason, "give the folder of a trained model of that kind.")
     heads = [r"^lm_head\."] if model.task is PoolTask.REWARDS else []
     layers = getattr(loaded.config.get_text_config(), "num_hidden_layers", None)
-    unread = Unread.of(told["unexpected_keys"], (), tied={}, ignored=heads, layers=layers)
+    unread = Unread.of(report["unexpected_keys"], (), tied={}, ignored=heads, layers=layers)
     unread.check(f"{field}: {pool.path}")
     check_tied_head(model)
     if model.task is PoolTask.REWARDS and loaded.config.num_labels != 1:

@@ -102,14 +102,14 @@ def take_over_spawn() -> None:
 
 def refusals() -> list[str]:
     """Why processes that this one has started have refused what they were to run; each is told once."""
-    told = []
+    messages = []
     for _, reader in STARTED:
         with contextlib.suppress(EOFError, OSError):
             if reader.poll():
-                told.append(reader.recv_bytes().decode())
+                messages.append(reader.recv_bytes().decode())
         reader.close()
     STARTED.clear()
-    return told
+    return messages
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Which layers of a module get the adapter that a job asks for. Told without PEFT, also of a module without weights."""
+"""Which layers of a module get the adapter that a job asks for. Needs no PEFT; the module may have no weights."""
 
 from torch import nn
 from transformers import PreTrainedModel

@@ -93,8 +93,8 @@ def _prove(subject: _Subject, implementation: str) -> Proof:
     except BordersLost as error:
         return Proof(float("nan"), float("nan"), failure=str(error))
     except CANNOT_RUN as error:
-        told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        return Proof(float("nan"), float("nan"), failure=told)
+        failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return Proof(float("nan"), float("nan"), failure=failure)
 
 
 def _compare(kind: type[PreTrainedModel], config: PreTrainedConfig, implementation: str) -> Proof:
