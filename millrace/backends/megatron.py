@@ -71,6 +71,14 @@ class Experts(StrictModel):
     """DeepSeek-V3's balancing bias; 0 keeps the one that was loaded."""
     train_router: bool = True
 
+    @property
+    def needs_whole_batch(self) -> str:
+        """See `BackendDescriptor.needs_whole_batch`. Megatron averages the auxiliary loss over the micro-batches of a
+        pass, and not over tokens as the other losses."""
+        if self.load_balancing == "none":
+            return ""
+        return f"trainer.backend_options.experts.load_balancing: {self.load_balancing} is averaged over micro-batches"
+
 
 class MegatronOptions(StrictModel):
     """What `trainer.backend_options` may hold for this backend."""
@@ -157,6 +165,7 @@ DESCRIPTOR = BackendDescriptor(
     build="services.trainer.backends.megatron.build:build",
     options=MegatronOptions,
     ranks_multiple=lambda options: options.ranks_multiple,
+    needs_whole_batch=lambda options: options.experts.needs_whole_batch,
     check="millrace.megatron.rules:check_submission",
     across_hosts="millrace.megatron.rules:across_hosts",
     memory="millrace.memory.megatron:predict",

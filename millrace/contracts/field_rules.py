@@ -98,6 +98,8 @@ RULES: Mapping[str, Rule] = {
     "metrics_port": _between(0, 65_535),
     "sessions_port": _between(0, 65_535),
     "groups": SOME,
+    "StepRequest.part": _between(0, MOST_SAMPLES),
+    "step_groups": _between(0, MOST_SAMPLES),
     "prompt_tokens": TOKENS,
     "GroupRef.response_tokens": EACH_TOKENS,
     "TrajectoryLengths.response_tokens": TOKENS,
@@ -119,6 +121,7 @@ RULES: Mapping[str, Rule] = {
 """By name of the field, or of message and field. Other texts have TEXT's limit, other numbers have to be finite."""
 REQUIRED: Mapping[str, tuple[str, ...]] = {
     "StepRequest": ("groups", "work_address"),
+    "AddPartRequest": ("part",),
     "GroupRef": ("prompt_id", "prompt_tokens"),
     "TrajectoryLengths": ("prompt_tokens", "response_tokens", "sampled_tokens"),
     "DescribeSendRequest": ("job_id",),

@@ -193,6 +193,12 @@ class TrainerRpc:
         trainer_pb2.ConfigureTrainerRequest,
         trainer_pb2.ConfigureTrainerResponse,
     )
+    AddPart = Unary(
+        "millrace.v1.Trainer",
+        "AddPart",
+        trainer_pb2.AddPartRequest,
+        trainer_pb2.AddPartResponse,
+    )
     Step = Unary(
         "millrace.v1.Trainer",
         "Step",

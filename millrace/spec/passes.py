@@ -1,7 +1,9 @@
-"""Which passes over its tokens a step makes: the trainer makes them, and the planner counts them."""
+"""Which passes over its tokens a step makes: the trainer makes them, and the planner counts them. And whether the
+trainer can begin with a part of a step's groups."""
 
 from dataclasses import dataclass
 
+from millrace.backends import BACKENDS
 from millrace.rl.registry.catalogue import AlgorithmKind, find
 from millrace.spec.job import JobSpec
 
@@ -55,3 +57,27 @@ def passes_of(spec: JobSpec, *, updates: int, policy_is_trained: bool = True) ->
         sum_pi_squared=squares,
         entropies=entropies,
     )
+
+
+def needs_whole_batch(spec: JobSpec) -> str:
+    """What of the job needs the groups of a whole step before the first of them can be trained, in words; empty if the
+    trainer can take them as they come (`trainer.streaming`).
+
+    Sums over the batch that only divide the gradient are no such reason: the trainer divides by them at the end. Losses
+    get single micro-batches in any case.
+    """
+    algorithm = spec.algorithm
+    advantage = find(AlgorithmKind.ADVANTAGE, algorithm.advantage.name)
+    if not advantage.is_separable(algorithm.advantage.options):
+        return f"algorithm.advantage: {advantage.name} is computed over the whole batch"
+    for chosen in algorithm.corrections:
+        if not find(AlgorithmKind.CORRECTION, chosen.name).is_separable(chosen.options):
+            return f"algorithm.correction: {chosen.name} is computed over the whole batch"
+    if algorithm.corrections and algorithm.normalize_correction_weights:
+        return "algorithm.normalize_correction_weights: the weights are divided by their mean over the batch"
+    if "selected_bt" in find(AlgorithmKind.POLICY_LOSS, algorithm.policy_loss.name).inputs:
+        return f"algorithm.policy_loss: {algorithm.policy_loss.name} selects tokens over the whole batch"
+    if algorithm.top_entropy_fraction < 1:
+        return "algorithm.top_entropy_fraction: the tokens are those of the highest entropy in the whole batch"
+    backend = BACKENDS[spec.trainer.backend]
+    return backend.needs_whole_batch(backend.options.model_validate(spec.trainer.backend_options))

@@ -77,6 +77,7 @@ class Deadlines(StrictModel):
             "Scoring/Configure": self.configure_s,
             "Trainer/Configure": self.configure_s,
             "Trainer/Load": self.configure_s,
+            "Trainer/AddPart": self.step_s,
             "Trainer/Step": self.step_s,
             "Rollout/VerifyPublication": self.publication_s + COMMIT_S,
             "Rollout/TransferCopy": self.publication_s,

@@ -38,6 +38,7 @@ DEADLINES_S: dict[str, float] = {
     "Nodes/Join": 10.0,
     "Nodes/Beat": 5.0,  # waits for an order for up to a second
     "Trainer/Configure": 1800.0,  # deadlines.configure_s
+    "Trainer/AddPart": 3600.0,  # deadlines.step_s
     "Trainer/Step": 3600.0,  # deadlines.step_s
     "Trainer/DescribeWeights": 120.0,
     "Trainer/PreparePublication": 60.0,

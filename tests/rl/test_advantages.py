@@ -141,6 +141,19 @@ def test_batch_order_group_names_and_padding_do_not_matter(case):
 
 
 @every_case
+def test_a_group_alone_has_its_advantages_if_the_file_says_so(case):
+    """`SEPARABLE`: the trainer may then begin with a part of a step's groups."""
+    batch = make_batch(3)
+    batch.token_rewards_bt[1] = 0.0
+    whole_bt, alone_bt = computed(case, batch)[0], torch.zeros_like(batch.token_rewards_bt)
+    for group in batch.group_b.unique():
+        rows = (batch.group_b == group).nonzero().flatten().tolist()
+        alone_bt[rows] = computed(case, batch.rows(rows))[0]
+    same = torch.allclose(alone_bt, whole_bt, rtol=1e-9, atol=1e-12)
+    assert same is find(AlgorithmKind.ADVANTAGE, case.name).is_separable(case.options)
+
+
+@every_case
 def test_fp32_stays_fp32_and_close(case):
     batch = make_batch(4)
     for result_bt, expected_bt in zip(computed(case, batch.to(torch.float32)), computed(case, batch), strict=True):

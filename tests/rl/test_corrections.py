@@ -9,9 +9,10 @@ import torch
 
 from millrace.errors import InvalidJob
 from millrace.rl.registry.catalogue import AlgorithmKind, find, names
+from services.trainer.algorithms import corrections
 from services.trainer.algorithms.aggregation import BatchTotals
 from services.trainer.algorithms.combining import combined, summarised
-from services.trainer.algorithms.corrections import correct, mismatch_metrics
+from services.trainer.algorithms.corrections import mismatch_metrics
 from tests.rl.batches import Batch, make_batch, ragged
 
 
@@ -89,6 +90,12 @@ def slowly(case: Case, ratios: list[float]) -> tuple[list[float], list[bool]]:
     raise AssertionError(case.name)
 
 
+def correct(chosen, *, mask_bt, totals: BatchTotals | None = None, **arguments):
+    """Weights, kept tokens and metrics; `totals` where the tensors are a part of a batch."""
+    made = corrections.correct(chosen, mask_bt=mask_bt, **arguments)
+    return made.weights_bt, made.keep_bt, made.metrics(totals or BatchTotals.of(mask_bt))
+
+
 def computed(case: Case, batch: Batch, **arguments):
     return computed_all([case], batch, **arguments)
 
@@ -138,6 +145,18 @@ def test_metrics_of_micro_batches_combine(case):
     totals = BatchTotals.of(batch.mask_bt)
     parts = [computed(case, batch.rows(rows), totals=totals)[2] for rows in ([0, 9], [1, 2, 3, 4], [5, 6, 7, 8], [9])]
     assert summarised(combined(parts)) == pytest.approx(summarised(computed(case, batch)[2]))
+
+
+@every_case
+def test_sequences_alone_have_their_weights_as_the_file_says(case):
+    """`SEPARABLE`: the trainer may then begin with a part of a step's groups."""
+    assert find(AlgorithmKind.CORRECTION, case.name).is_separable(case.options)
+    batch = make_batch(4, drift=0.3)
+    weights_bt, keep_bt, _ = computed(case, batch)
+    for row in range(len(weights_bt)):
+        alone_bt, kept_bt, _ = computed(case, batch.rows([row]))
+        torch.testing.assert_close(alone_bt[0], weights_bt[row])
+        assert kept_bt[0].equal(keep_bt[row])
 
 
 @every_case
@@ -232,13 +251,11 @@ def test_normalised_weights_have_mean_1_over_the_tokens_or_the_sequences_of_the_
     assert kept == pytest.approx(summarised(metrics))
 
 
-def test_weights_that_are_all_0_stay_0_and_parts_are_not_normalised():
+def test_weights_that_are_all_0_stay_0():
     inputs = {"train_logprobs_bt": torch.zeros(1, 2), "rollout_logprobs_bt": torch.full((1, 2), -9.0)}
     inputs["mask_bt"] = torch.ones(1, 2)
     weights_bt, _, metrics = correct([("icepop", {})], **inputs, normalize=True)
     assert not weights_bt.any() and float(metrics["rollout_corr/rollout_is_batch_norm_factor"]) == 1
-    with pytest.raises(ValueError, match="pass the whole batch"):
-        correct([("icepop", {})], **inputs, normalize=True, totals=BatchTotals(4, 2))
 
 
 def test_no_two_corrections_give_weights():

@@ -40,16 +40,18 @@ class ConfigureTrainerRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., spec: _Optional[str] = ..., checkpoint: _Optional[str] = ..., configuration: _Optional[str] = ...) -> None: ...
 
 class ConfigureTrainerResponse(_message.Message):
-    __slots__ = ("version", "world_size", "parameters", "warnings")
+    __slots__ = ("version", "world_size", "parameters", "warnings", "microbatches_at_once")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCHES_AT_ONCE_FIELD_NUMBER: _ClassVar[int]
     version: int
     world_size: int
     parameters: int
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[int] = ..., world_size: _Optional[int] = ..., parameters: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    microbatches_at_once: int
+    def __init__(self, version: _Optional[int] = ..., world_size: _Optional[int] = ..., parameters: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., microbatches_at_once: _Optional[int] = ...) -> None: ...
 
 class GroupRef(_message.Message):
     __slots__ = ("prompt_id", "prompt_tokens", "response_tokens", "trajectories", "shown")
@@ -78,20 +80,34 @@ class TrajectoryLengths(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., response_tokens: _Optional[int] = ..., sampled_tokens: _Optional[int] = ..., episode: _Optional[int] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("job_id", "step", "groups", "work_address", "token_budget", "traceparent")
+    __slots__ = ("job_id", "step", "groups", "work_address", "token_budget", "traceparent", "part", "step_groups")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     WORK_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_BUDGET_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    STEP_GROUPS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     step: int
     groups: _containers.RepeatedCompositeFieldContainer[GroupRef]
     work_address: str
     token_budget: int
     traceparent: str
-    def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupRef, _Mapping]]] = ..., work_address: _Optional[str] = ..., token_budget: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    part: int
+    step_groups: int
+    def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupRef, _Mapping]]] = ..., work_address: _Optional[str] = ..., token_budget: _Optional[int] = ..., traceparent: _Optional[str] = ..., part: _Optional[int] = ..., step_groups: _Optional[int] = ...) -> None: ...
+
+class AddPartRequest(_message.Message):
+    __slots__ = ("part",)
+    PART_FIELD_NUMBER: _ClassVar[int]
+    part: StepRequest
+    def __init__(self, part: _Optional[_Union[StepRequest, _Mapping]] = ...) -> None: ...
+
+class AddPartResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class StepResponse(_message.Message):
     __slots__ = ("version", "metrics", "histograms", "shown")
@@ -280,7 +296,7 @@ class TrainerStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TrainerStatus(_message.Message):
-    __slots__ = ("member_id", "state", "job_id", "version", "world_size", "backend", "failure", "configuration")
+    __slots__ = ("member_id", "state", "job_id", "version", "world_size", "backend", "failure", "configuration", "microbatches_at_once")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +305,7 @@ class TrainerStatus(_message.Message):
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCHES_AT_ONCE_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     state: TrainerState
     job_id: str
@@ -297,4 +314,5 @@ class TrainerStatus(_message.Message):
     backend: str
     failure: str
     configuration: str
-    def __init__(self, member_id: _Optional[str] = ..., state: _Optional[_Union[TrainerState, str]] = ..., job_id: _Optional[str] = ..., version: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., failure: _Optional[str] = ..., configuration: _Optional[str] = ...) -> None: ...
+    microbatches_at_once: int
+    def __init__(self, member_id: _Optional[str] = ..., state: _Optional[_Union[TrainerState, str]] = ..., job_id: _Optional[str] = ..., version: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., failure: _Optional[str] = ..., configuration: _Optional[str] = ..., microbatches_at_once: _Optional[int] = ...) -> None: ...

@@ -39,6 +39,11 @@ class TrainerStub(object):
                 request_serializer=millrace_dot_v1_dot_trainer__pb2.ConfigureTrainerRequest.SerializeToString,
                 response_deserializer=millrace_dot_v1_dot_trainer__pb2.ConfigureTrainerResponse.FromString,
                 _registered_method=True)
+        self.AddPart = channel.unary_unary(
+                '/millrace.v1.Trainer/AddPart',
+                request_serializer=millrace_dot_v1_dot_trainer__pb2.AddPartRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_trainer__pb2.AddPartResponse.FromString,
+                _registered_method=True)
         self.Step = channel.unary_unary(
                 '/millrace.v1.Trainer/Step',
                 request_serializer=millrace_dot_v1_dot_trainer__pb2.StepRequest.SerializeToString,
@@ -97,12 +102,25 @@ class TrainerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddPart(self, request, context):
+        """Adds some groups of the next step to it, while others are still generated: fetch, forward passes, advantages, and the
+        gradient of the first update. No weight changes before the Step that brings the last groups, so weights can be
+        published and saved between parts. Idempotent by step and part: the same request again waits for the part in
+        progress, or is answered at once. Part 0 begins the step anew, unless it is what the trainer has as part 0. ABORTED
+        (Fenced) if the step is not the next one, or the parts before this one are not there: after any failure of a part
+        the trainer has none. RESOURCE_EXHAUSTED (OutOfMemory): as for Step, from part 0 on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Step(self, request, context):
         """One training step on one batch: fetch, old and reference log-probabilities, advantages, updates. The version grows
         by one. Idempotent by step number: the same request again waits for the step in progress, or answers the metrics
         of the last step. ABORTED (Fenced) if the step is not the next one. DATA_LOSS (PartialStep) if the step failed
         after some updates were written: the trainer then holds no job. RESOURCE_EXHAUSTED (OutOfMemory) if a rank had no
-        memory left: the step can be asked for again with a smaller token_budget where GetStatus still names the job.
+        memory left: the step can be asked for again with a smaller token_budget where GetStatus still names the job. Its
+        groups are the last ones of the step, where parts were added before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -177,6 +195,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     request_deserializer=millrace_dot_v1_dot_trainer__pb2.ConfigureTrainerRequest.FromString,
                     response_serializer=millrace_dot_v1_dot_trainer__pb2.ConfigureTrainerResponse.SerializeToString,
             ),
+            'AddPart': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddPart,
+                    request_deserializer=millrace_dot_v1_dot_trainer__pb2.AddPartRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_trainer__pb2.AddPartResponse.SerializeToString,
+            ),
             'Step': grpc.unary_unary_rpc_method_handler(
                     servicer.Step,
                     request_deserializer=millrace_dot_v1_dot_trainer__pb2.StepRequest.FromString,
@@ -250,6 +273,33 @@ class Trainer(object):
             '/millrace.v1.Trainer/Configure',
             millrace_dot_v1_dot_trainer__pb2.ConfigureTrainerRequest.SerializeToString,
             millrace_dot_v1_dot_trainer__pb2.ConfigureTrainerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddPart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Trainer/AddPart',
+            millrace_dot_v1_dot_trainer__pb2.AddPartRequest.SerializeToString,
+            millrace_dot_v1_dot_trainer__pb2.AddPartResponse.FromString,
             options,
             channel_credentials,
             insecure,

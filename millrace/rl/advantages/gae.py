@@ -10,6 +10,8 @@ from torch import Tensor
 from millrace.rl.formulas.returns import compact, restore, to_go, whitened
 from millrace.rl.registry.options import Fraction
 
+SEPARABLE = {"whiten": False}
+
 
 def gae(
     *,

@@ -13,6 +13,8 @@ from torch import Tensor
 from millrace.rl.formulas.groups import Groups, on_tokens
 from millrace.rl.registry.options import NonNegative
 
+SEPARABLE = {"std_over": "group"}
+
 
 def grpo(
     *,

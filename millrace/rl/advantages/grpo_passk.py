@@ -14,6 +14,8 @@ from millrace.drops import equal
 from millrace.rl.formulas.groups import Groups, on_tokens
 from millrace.rl.registry.options import NonNegative
 
+SEPARABLE = True
+
 
 def grpo_passk(
     *,

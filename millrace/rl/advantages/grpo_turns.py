@@ -14,6 +14,8 @@ from millrace.rl.formulas.groups import Groups
 from millrace.rl.formulas.returns import to_go
 from millrace.rl.registry.options import NonNegative
 
+SEPARABLE = True
+
 
 def grpo_turns(
     *,

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from millrace.rl.formulas.groups import Groups, on_tokens
 
+SEPARABLE = True
+
 
 def maxrl(
     *,

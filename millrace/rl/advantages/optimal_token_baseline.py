@@ -16,6 +16,8 @@ from millrace.rl.formulas.groups import Groups
 from millrace.rl.formulas.returns import compact, restore, to_go
 from millrace.rl.registry.options import NonNegative
 
+SEPARABLE = True
+
 
 def optimal_token_baseline(
     *,

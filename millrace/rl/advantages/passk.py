@@ -12,6 +12,8 @@ from torch import Tensor
 from millrace.rl.formulas.groups import Groups, on_tokens
 from millrace.rl.registry.options import Count
 
+SEPARABLE = True
+
 
 def passk(
     *,

@@ -4,6 +4,8 @@ from torch import Tensor
 
 from millrace.rl.formulas.returns import to_go
 
+SEPARABLE = True
+
 
 def remax(*, token_rewards_bt: Tensor, mask_bt: Tensor, greedy_rewards_b: Tensor) -> tuple[Tensor, Tensor]:
     """Return-to-go minus the greedy answer's reward."""

@@ -8,6 +8,8 @@ from torch import Tensor
 from millrace.rl.formulas.ratios import log_ratio
 from millrace.rl.registry.options import RatioBounds
 
+SEPARABLE = True
+
 
 def icepop(
     *, train_logprobs_bt: Tensor, rollout_logprobs_bt: Tensor, mask_bt: Tensor, bounds: RatioBounds = (0.5, 5.0)

@@ -9,6 +9,8 @@ from torch import Tensor
 from millrace.rl.formulas.ratios import bounds_metrics, clamped
 from millrace.rl.registry.options import RatioBounds
 
+SEPARABLE = True
+
 
 def icepop_sequence(
     *, train_logprobs_bt: Tensor, rollout_logprobs_bt: Tensor, mask_bt: Tensor, bounds: RatioBounds = (0.5, 5.0)

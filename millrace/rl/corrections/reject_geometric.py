@@ -9,6 +9,8 @@ from millrace.rl.formulas.ratios import sequence_mean
 from millrace.rl.formulas.rejection import is_close, rejected
 from millrace.rl.registry.options import RatioBounds
 
+SEPARABLE = True
+
 
 def reject_geometric(
     *, train_logprobs_bt: Tensor, rollout_logprobs_bt: Tensor, mask_bt: Tensor, bounds: RatioBounds = (0.99, 1.01)

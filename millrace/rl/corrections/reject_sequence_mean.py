@@ -12,6 +12,8 @@ from millrace.rl.formulas.ratios import sequence_mean
 from millrace.rl.formulas.rejection import divergences, is_close, rejected
 from millrace.rl.registry.options import Positive, RatioBounds
 
+SEPARABLE = True
+
 
 def reject_sequence_mean(
     *,

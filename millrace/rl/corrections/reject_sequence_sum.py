@@ -11,6 +11,8 @@ from torch import Tensor
 from millrace.rl.formulas.rejection import divergences, is_close, rejected
 from millrace.rl.registry.options import Positive, RatioBounds
 
+SEPARABLE = True
+
 
 def reject_sequence_sum(
     *,

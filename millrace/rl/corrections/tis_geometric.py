@@ -9,6 +9,8 @@ from torch import Tensor
 from millrace.rl.formulas.ratios import clamped, sequence_mean, truncated_by_sequence
 from millrace.rl.registry.options import Fraction, Positive
 
+SEPARABLE = True
+
 
 def tis_geometric(
     *,

@@ -8,6 +8,8 @@ from torch import Tensor
 from millrace.rl.formulas.ratios import log_ratio
 from millrace.rl.registry.options import Fraction, Positive
 
+SEPARABLE = True
+
 
 def tis_token(
     *,

@@ -126,6 +126,10 @@ class AlgorithmEntry:
     options: tuple[Option, ...]
     gives_weights: bool
     """Whether it is a correction that gives importance weights. One that only rejects is annotated to return None."""
+    separable: bool | Mapping[str, Any] = False
+    """The file's constant `SEPARABLE`: an advantage or a correction gives each group of a batch the same as it gives
+    that group alone. A mapping says with which values of options it does so. Without the constant it needs the whole
+    batch."""
 
     @property
     def is_user_defined(self) -> bool:
@@ -141,6 +145,13 @@ class AlgorithmEntry:
     def inputs(self) -> frozenset[str]:
         """Names of all tensors that it takes, required or optional."""
         return self.required_inputs | self.optional_inputs
+
+    def is_separable(self, given: Mapping[str, Any]) -> bool:
+        """Whether it gives each group, with the options `given` by a job, the same alone as in the whole batch."""
+        if isinstance(self.separable, bool):
+            return self.separable
+        values = {**self.defaults, **given}
+        return all(values[name] == value for name, value in self.separable.items())
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
@@ -243,7 +254,23 @@ def _entry(kind: AlgorithmKind, name: str, path: Path, tree: ast.Module, node: a
         optional_inputs=frozenset(optional),
         options=tuple(options),
         gives_weights=kind is AlgorithmKind.CORRECTION and not _first_result_is_none(node.returns),
+        separable=_separable(tree, {option.name for option in options}),
     )
+
+
+SEPARABLE = "SEPARABLE"
+"""Name of the constant in a file, see `AlgorithmEntry.separable`."""
+
+
+def _separable(tree: ast.Module, options: set[str]) -> bool | Mapping[str, Any]:
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=assigned) if name == SEPARABLE:
+                value = _literal(assigned, f"its constant {SEPARABLE}")
+                if isinstance(value, bool) or (isinstance(value, dict) and value.keys() <= options):
+                    return value
+                raise ValueError(f"its constant {SEPARABLE} is {value!r}, neither true or false nor values of options")
+    return False
 
 
 def _first_result_is_none(annotation: ast.expr | None) -> bool:
@@ -255,10 +282,14 @@ def _first_result_is_none(annotation: ast.expr | None) -> bool:
 
 
 def _constant(default: ast.expr, option: str) -> Any:
+    return _literal(default, f"the default of its option {option!r}")
+
+
+def _literal(value: ast.expr, what: str) -> Any:
     try:
-        return ast.literal_eval(default)
+        return ast.literal_eval(value)
     except ValueError:
-        raise ValueError(f"the default of its option {option!r}, `{ast.unparse(default)}`, is no constant") from None
+        raise ValueError(f"{what}, `{ast.unparse(value)}`, is no constant") from None
 
 
 def _type_of(annotation: ast.expr, option: str) -> Any:

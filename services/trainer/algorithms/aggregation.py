@@ -34,6 +34,17 @@ class BatchTotals:
         return BatchTotals(self.tokens + other.tokens, self.sequences + other.sequences)
 
 
+def rescaling(mode: str, assumed: BatchTotals, actual: BatchTotals) -> float:
+    """The factor from values that `aggregate` computed with `assumed` totals, before the batch was complete, to those
+    of the batch with its `actual` totals; exactly 1 where they are equal."""
+    factor = 1.0
+    if mode == "token-mean":
+        factor = max(assumed.tokens, 1) / max(actual.tokens, 1)
+    if mode.startswith("seq-mean"):
+        factor = max(assumed.sequences, 1) / max(actual.sequences, 1)
+    return factor
+
+
 def aggregate(
     mode: str,
     values_bt: Tensor,

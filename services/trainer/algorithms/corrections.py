@@ -85,6 +85,39 @@ SMALLEST_MEAN = 1e-8
 """Weights with a smaller mean are not divided by it, as in verl."""
 
 
+@dataclass(frozen=True)
+class Corrected:
+    """What the corrections of a job make of a batch, or of a part of it; all tensors are [B, T]."""
+
+    weights_bt: Tensor
+    """Importance weights, 0 where the mask is false; `policy_loss` takes them."""
+    keep_bt: Tensor
+    """bool: the mask of the loss from here on. Tokens that are not kept leave the loss and the count of tokens in its
+    totals. Whether sequences that are rejected whole still count is the caller's choice: in verl and NeMo-RL they
+    do."""
+    _train_bt: Tensor
+    _rollout_bt: Tensor
+    _mask_bt: Tensor
+    _applied: "_Applied"
+    _factor: Tensor | None
+    """What the weights were divided by; None where they were not normalised."""
+
+    @torch.no_grad()
+    def metrics(self, totals: BatchTotals) -> dict[str, Tensor]:
+        """Contributions to the metrics of a batch with these counts, scalars named `rollout_corr/*`, which combine with
+        `combining.combined`. The metrics of weights are those before they were normalised."""
+        mask_bt, applied = self._mask_bt, self._applied
+        metrics = mismatch_metrics(self._train_bt, self._rollout_bt, mask_bt, totals)
+        if applied.weights is not None:
+            metrics |= weight_metrics(applied.weights.expand_as(mask_bt), mask_bt, totals)
+        for key, values in applied.metrics.items():
+            rule, values = rule_of(PREFIX + key), values.to(self._train_bt.dtype)
+            metrics[PREFIX + key] = _reduced(rule, values, mask_bt, totals)
+        if self._factor is not None:
+            metrics[PREFIX + "rollout_is_batch_norm_factor"] = self._factor
+        return metrics
+
+
 @torch.no_grad()
 def correct(
     corrections: Sequence[tuple[str, Mapping[str, Any]]],
@@ -92,10 +125,9 @@ def correct(
     train_logprobs_bt: Tensor,
     rollout_logprobs_bt: Tensor,
     mask_bt: Tensor,
-    totals: BatchTotals | None = None,
     normalize: bool = False,
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Applies corrections, each given as name and options. Returns (weights_bt, keep_bt, metrics).
+) -> Corrected:
+    """Applies corrections, each given as name and options.
 
     Every correction reads all tokens of the mask, as in verl. A token stays where each of them keeps it, and at most
     one of them gives weights.
@@ -103,16 +135,8 @@ def correct(
     train_logprobs_bt, rollout_logprobs_bt: [B, T]; log-probabilities of the same tokens under the same version of the
         weights, by the trainer and by the engine.
     mask_bt: [B, T], true on tokens that count.
-    totals: the counts of the whole batch, where the tensors are a part of it. The metrics are then this part's
-        contributions to the batch's metrics and combine with `combining.combined`.
     normalize: divide the weights by their mean over the batch: over tokens, or over sequences where a sequence has one
-        weight. The metrics are of the weights before that. Needs the whole batch.
-
-    weights_bt: [B, T] in the log-probabilities' dtype, 0 where the mask is false; `policy_loss` takes them.
-    keep_bt: bool [B, T], the mask of the loss from here on. Tokens that are not kept leave the loss and the count of
-        tokens in its totals. Whether sequences that are rejected whole still count is the caller's choice: in verl and
-        NeMo-RL they do.
-    metrics: scalars named `rollout_corr/*`.
+        weight. The tensors have to be the whole batch.
 
     Raises InvalidJob for an unknown name or option and for two corrections that give weights.
     """
@@ -120,19 +144,14 @@ def correct(
     train_bt = train_logprobs_bt.masked_fill(~mask_bt, 0)
     rollout_bt = rollout_logprobs_bt.masked_fill(~mask_bt, 0)
     applied = _apply(corrections, train_bt, rollout_bt, mask_bt)
-    if normalize and totals is not None:
-        raise ValueError("The weights of a part of a batch cannot be normalised: pass the whole batch.")
-    totals = totals or BatchTotals.of(mask_bt)
-    metrics, weights_bt = mismatch_metrics(train_bt, rollout_bt, mask_bt, totals), torch.ones_like(train_bt)
+    weights_bt, factor = torch.ones_like(train_bt), None
     if applied.weights is not None:
         weights_bt = applied.weights.expand_as(train_bt)
-        metrics |= weight_metrics(weights_bt, mask_bt, totals)
-    for key, values in applied.metrics.items():
-        metrics[PREFIX + key] = _reduced(rule_of(PREFIX + key), values.to(train_bt.dtype), mask_bt, totals)
     if normalize and applied.weights is not None:
-        factor = metrics[PREFIX + "rollout_is_batch_norm_factor"] = _mean(applied.weights, mask_bt, totals)
+        factor = _mean(applied.weights, mask_bt)
         weights_bt = weights_bt / factor
-    return weights_bt.masked_fill(~mask_bt, 0), applied.keep_bt, metrics
+    weights_bt = weights_bt.masked_fill(~mask_bt, 0)
+    return Corrected(weights_bt, applied.keep_bt, train_bt, rollout_bt, mask_bt, applied, factor)
 
 
 @dataclass(frozen=True)
@@ -170,9 +189,9 @@ def _apply(
     return _Applied(weighing[0][1] if weighing else None, keep_bt, metrics)
 
 
-def _mean(weights: Tensor, mask_bt: Tensor, totals: BatchTotals) -> Tensor:
+def _mean(weights: Tensor, mask_bt: Tensor) -> Tensor:
     """The mean over tokens of weights [B, T], or over sequences of weights [B, 1]; 1 where it is about 0."""
-    weights = weights.expand(mask_bt.shape[0], -1)
+    weights, totals = weights.expand(mask_bt.shape[0], -1), BatchTotals.of(mask_bt)
     mean = _reduced(Rule.SUM, weights[:, 0] if weights.shape[1] == 1 else weights, mask_bt, totals)
     return torch.where(mean > SMALLEST_MEAN, mean, 1)
 

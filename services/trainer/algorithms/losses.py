@@ -13,6 +13,11 @@ from services.trainer.algorithms.aggregation import BatchTotals, aggregate
 from services.trainer.algorithms.combining import HISTOGRAM, histogram
 from services.trainer.algorithms.functions import call_algorithm, errors_with_place, module_of
 
+DISTILLATION_PREFIX = "distillation/"
+"""Metrics of distillation losses are reported under names that begin so."""
+LOSSES = frozenset({"policy_loss", "kl_loss", "value_loss", f"{DISTILLATION_PREFIX}loss"})
+"""The metrics that are aggregated as the job says. All other means are over tokens."""
+
 
 def policy_loss(
     name: str,
@@ -158,10 +163,6 @@ def value_loss(
         for name, metric_bt in metrics_bt.items()
     }
     return loss, {**metrics, "value_loss": loss.detach()}
-
-
-DISTILLATION_PREFIX = "distillation/"
-"""Metrics of these losses are reported under names that begin so."""
 
 
 def distillation_loss(

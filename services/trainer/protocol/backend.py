@@ -56,6 +56,13 @@ class DataParallel:
     size: int
     group: ProcessGroup | None
     """The ranks over which a batch is summed; None where one rank computes all of it."""
+    stages: int = 1
+    """Pipeline stages, each of which computes another micro-batch of the share at the same time."""
+
+    @property
+    def microbatches_at_once(self) -> int:
+        """Micro-batches that keep all ranks busy."""
+        return self.size * self.stages
 
 
 class TrainableModel(Protocol):
@@ -106,7 +113,9 @@ class Critic(TrainableModel, Protocol):
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
         """The value before each sampled token: float32 [R] for each micro-batch, without gradient."""
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn[Output]) -> list[Output]:
+    def forward_backward(
+        self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn[Output], *, more: bool = False
+    ) -> list[Output]:
         """The same as `Backend.forward_backward`, for the critic's gradient."""
 
     def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
@@ -139,11 +148,14 @@ class Backend(TrainableModel, Published, Protocol):
         """Log-probabilities and entropies of the policy for each micro-batch, without gradient."""
 
     def forward_backward(
-        self, microbatches: Sequence[MicroBatch], loss_fn: LossFn[Output], *, temperature: float
+        self, microbatches: Sequence[MicroBatch], loss_fn: LossFn[Output], *, temperature: float, more: bool = False
     ) -> list[Output]:
         """Adds the gradient of the sum of the losses of all micro-batches on all ranks, and returns the output of
         `loss_fn` for each micro-batch. The backend decides the order of the micro-batches (pipeline stages) and scales
-        the losses as its schedule needs."""
+        the losses as its schedule needs.
+
+        `more`: further calls add to the same gradient before it is read or cleared. Ranks may sum theirs in the last of
+        these calls, which has `more` false."""
 
     def metrics(self) -> dict[str, float]:
         """Metrics of this rank's last update that only this backend has, with the same names on every rank."""

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import grpc
@@ -25,6 +24,7 @@ from millrace.wire.deadlines import DEADLINES_S
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import RanksFailed
 from services.trainer.service.call_lock import CallKey, CallLock
+from services.trainer.service.progress import ConfiguredJob, PublicationProgress, SaveProgress, content_of
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
@@ -33,6 +33,7 @@ Result = TypeVar("Result")
 STATES = {
     "Configure": pb.TRAINER_STATE_CONFIGURING,
     "Load": pb.TRAINER_STATE_CONFIGURING,
+    "AddPart": pb.TRAINER_STATE_STEPPING,
     "Step": pb.TRAINER_STATE_STEPPING,
     "DescribeWeights": pb.TRAINER_STATE_PUBLISHING,
     "PreparePublication": pb.TRAINER_STATE_PUBLISHING,
@@ -44,6 +45,7 @@ STATES = {
 SPANS = {
     "Configure": SpanKind.CONFIGURE,
     "Load": SpanKind.CONFIGURE,
+    "AddPart": SpanKind.TRAIN,
     "Step": SpanKind.TRAIN,
     "DescribeWeights": SpanKind.PREPARE,
     "PreparePublication": SpanKind.PREPARE,
@@ -67,45 +69,6 @@ class Saves(Protocol):
 
     outcome: Future[pb.FinishSaveResponse]
     """Outcome of the newest save."""
-
-
-@dataclass
-class ConfiguredJob:
-    """The job that is loaded, and its progress."""
-
-    job_id: JobId
-    checkpoint: str
-    configuration: str
-    spec: JobSpec
-    version: Version
-    parameters: int
-    warnings: tuple[str, ...]
-    """Warnings about the ranks' layout over hosts."""
-    last_step: tuple[int, pb.StepResponse] | None = None
-    """Number of the last step, and its response."""
-
-    def deadline(self, method: str) -> float:
-        return self.spec.deadlines.of_calls()[f"Trainer/{method}"]
-
-
-@dataclass
-class PublicationProgress:
-    """The newest publication, and the responses of its phases."""
-
-    state: PublicationState = field(default_factory=PublicationState)
-    prepared: pb.PrepareSendResponse | None = None
-    sent: pb.TransferSendResponse | None = None
-
-
-@dataclass(frozen=True)
-class SaveProgress:
-    """The newest save."""
-
-    key: CallKey[pb.SaveResponse]
-    job_id: str
-    path: str
-    answer: pb.SaveResponse
-    outcome: Future[pb.FinishSaveResponse]
 
 
 class TrainerService(TrainerServicer):
@@ -163,7 +126,11 @@ class TrainerService(TrainerServicer):
             key, reason = CallKey("Configure", ConfiguredJob, asked), f"{request.job_id} is loaded"
             job = await self._take_over(key, lambda: self._configure(request, spec), reason)
         return pb.ConfigureTrainerResponse(
-            version=job.version, world_size=self._world_size, parameters=job.parameters, warnings=job.warnings
+            version=job.version,
+            world_size=self._world_size,
+            parameters=job.parameters,
+            warnings=job.warnings,
+            microbatches_at_once=job.microbatches_at_once,
         )
 
     async def _configure(self, request: pb.ConfigureTrainerRequest, spec: JobSpec) -> ConfiguredJob:
@@ -172,35 +139,57 @@ class TrainerService(TrainerServicer):
         deadline_s = spec.deadlines.of_calls()["Trainer/Configure"]
         reply = await self._on_ranks(TrainerRpc.Configure, request, deadline_s)
         version = Version(reply.version)
-        loaded = (spec, version, reply.parameters, tuple(reply.warnings))
+        loaded = (spec, version, reply.parameters, tuple(reply.warnings), reply.microbatches_at_once)
         self._job = ConfiguredJob(JobId(request.job_id), request.checkpoint, request.configuration, *loaded)
         self._publishing = PublicationProgress()
         return self._job
+
+    async def AddPart(self, request: pb.AddPartRequest, context: grpc.aio.ServicerContext) -> pb.AddPartResponse:
+        job, part = self._configured_for(request.part.job_id), request.part
+        job.check_next(part.step)
+        content = content_of(part)
+        if self._runs("AddPart", part.job_id, part.step, part.part, content):
+            await self._lock.wait_until_free()
+        if job.parts[part.part : part.part + 1] == [content]:
+            return pb.AddPartResponse()
+        if part.part:
+            job.check_parts(part)
+        key = CallKey("AddPart", pb.AddPartResponse, (part.job_id, part.step, part.part, content))
+        return await self._lock.run(key, lambda: self._add_part(request, job, content))
+
+    async def _add_part(self, request: pb.AddPartRequest, job: ConfiguredJob, content: bytes) -> pb.AddPartResponse:
+        before, job.parts = job.parts[: request.part.part], []
+        reply = await self._on_ranks(TrainerRpc.AddPart, request, job.deadline("AddPart"))
+        job.parts = [*before, content]
+        self._count(request.part)
+        return reply
 
     async def Step(self, request: pb.StepRequest, context: grpc.aio.ServicerContext) -> pb.StepResponse:
         job = self._configured_for(request.job_id)
         if job.last_step is not None and job.last_step[0] == request.step == job.version:
             return job.last_step[1]
-        if request.step != job.version + 1:
-            raise Fenced(
-                f"step {request.step} of {job.job_id} is not the next: the trainer holds version {job.version}.",
-                f"ask for step {job.version + 1}, or load the checkpoint that step {request.step} follows.",
-            )
+        job.check_next(request.step)
         key = CallKey("Step", pb.StepResponse, (request.job_id, request.step))
+        if request.part and not self._runs("Step", *key.arguments):
+            job.check_parts(request)
         return await self._lock.run(key, lambda: self._step(request, job))
 
     async def _step(self, request: pb.StepRequest, job: ConfiguredJob) -> pb.StepResponse:
+        job.parts = []  # whether it succeeds or fails
         try:
             reply = await self._on_ranks(TrainerRpc.Step, request, job.deadline("Step"))
         except (PartialStep, PartialOutOfMemory):
             self._job = None  # as on the ranks
             raise
         job.version, job.last_step = Version(reply.version), (request.step, reply)
+        self._count(request)
+        return reply
+
+    def _count(self, request: pb.StepRequest) -> None:
         self.trained_tokens += sum(
             sum(group.response_tokens) + sum(one.sampled_tokens for one in group.trajectories)
             for group in request.groups
         )
-        return reply
 
     async def DescribeWeights(
         self, request: pb.DescribeSendRequest, context: grpc.aio.ServicerContext
@@ -310,7 +299,7 @@ class TrainerService(TrainerServicer):
             await self._saved()
             self._job = None  # after a failure the trainer has to be configured again
             reply = await self._on_ranks(TrainerRpc.Load, request, job.deadline("Load"))
-            job.version, job.last_step = Version(reply.version), None
+            job.version, job.last_step, job.parts = Version(reply.version), None, []
             self._job = job
             return reply
 
@@ -327,6 +316,7 @@ class TrainerService(TrainerServicer):
             backend=job.spec.trainer.backend if job else "",
             failure=self._failure,
             configuration=job.configuration if job else "",
+            microbatches_at_once=job.microbatches_at_once if job else 0,
         )
 
     def _state(self) -> pb.TrainerState:
@@ -372,8 +362,9 @@ class TrainerService(TrainerServicer):
         """Runs a command on the ranks. Where the ranks cannot continue, neither can this process."""
         try:
             with span(SPANS[method.name], detail=method.name) as working:
-                if isinstance(request, pb.StepRequest) and current() is not None:
-                    request.traceparent = working.context.traceparent
+                step = request.part if isinstance(request, pb.AddPartRequest) else request
+                if isinstance(step, pb.StepRequest) and current() is not None:
+                    step.traceparent = working.context.traceparent
                 return await asyncio.to_thread(self._ranks.call, method, request, deadline_s)
         except RanksFailed as error:
             self._failure = self._lock.closed = str(error)

@@ -1,9 +1,10 @@
 """What each rank does for a command, on its main thread."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import structlog
 
@@ -13,7 +14,7 @@ from millrace.admission.advice import across_hosts, advice
 from millrace.contracts.methods import TrainerRpc
 from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.data.shared_copies import SharedCopy, in_shared_memory
-from millrace.errors import InvalidState, OutOfMemory, PartialOutOfMemory, PartialStep
+from millrace.errors import InvalidState, MillraceError, OutOfMemory, PartialOutOfMemory, PartialStep
 from millrace.ids import JobId, Version
 from millrace.memory.ledger import Phase
 from millrace.spec import JobSpec
@@ -31,10 +32,12 @@ from services.trainer.ranks import collectives
 from services.trainer.ranks.commands import Handler
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.ranks.world import World
+from services.trainer.step.result import StepResult
 from services.trainer.step.schedule import KlCoefficient
-from services.trainer.step.step import StepResult, train_step
+from services.trainer.step.step import Step
 
 log = structlog.get_logger(__name__)
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -50,6 +53,8 @@ class LoadedJob:
     version: Version
     coefficient: KlCoefficient
     meter: MemoryMeter
+    step: Step | None = None
+    """The step that is in progress: some of its groups were added."""
 
 
 class Worker:
@@ -68,6 +73,7 @@ class Worker:
         """What this rank does for each command."""
         return (
             Handler.of(TrainerRpc.Configure, self.configure),
+            Handler.of(TrainerRpc.AddPart, self.add_part),
             Handler.of(TrainerRpc.Step, self.step),
             Handler.of(TrainerRpc.DescribeWeights, self.describe),
             Handler.of(TrainerRpc.PreparePublication, self.prepare),
@@ -99,29 +105,59 @@ class Worker:
         for warning in warnings if self._world.rank == 0 else ():
             log.warning(warning)
         return pb.ConfigureTrainerResponse(
-            version=job.version, world_size=self._world.size, parameters=backend.parameters, warnings=warnings
+            version=job.version,
+            world_size=self._world.size,
+            parameters=backend.parameters,
+            warnings=warnings,
+            microbatches_at_once=backend.data_parallel.microbatches_at_once,
         )
 
+    def add_part(self, request: pb.AddPartRequest) -> pb.AddPartResponse:
+        self._stepped(request.part, lambda step: None)
+        return pb.AddPartResponse()
+
     def step(self, request: pb.StepRequest) -> pb.StepResponse:
+        result = self._stepped(request, lambda step: step.finish())
+        job = self._loaded()
+        job.step, job.version = None, Version(request.step)
+        return _response(job.version, result, self._world.rank)
+
+    def _stepped(self, request: pb.StepRequest, then: Callable[[Step], Result]) -> Result:
+        """Adds the request's groups to the step, and goes on with `then`. Without parts before it the step begins anew.
+        After a failure no step is in progress."""
         job = self._loaded()
         try:
             with within(TraceContext.parse(request.traceparent, job_id=request.job_id, step=request.step)):
-                result = train_step(job.spec, job.backend, request, self._control, job.coefficient, job.meter)
+                return then(self._added(job, request))
         except PartialStep:
             self._job = None
             raise
         except OutOfMemory as error:
             what, fix = error.what, error.fix
-        else:
-            job.version = Version(request.step)
-            return _response(job.version, result, self._world.rank)
+        except MillraceError:
+            job.step = None
+            raise
         # Outside of the handler: the exception holds the frames of the failed pass, and they hold its tensors.
+        job.step = None
         if self._world.size == 1:  # other ranks are in the middle of a pass, and wait for this one
             exhausted.recover(job.backend)
         if job.meter.updated:
             self._job = None
             raise PartialOutOfMemory(what, fix)
         raise OutOfMemory(what, fix)
+
+    def _added(self, job: LoadedJob, request: pb.StepRequest) -> Step:
+        """The step in progress, or a new one, with the request's groups. Raises InvalidState where it has not the parts
+        before them."""
+        if request.part == 0:
+            if job.step is not None:
+                job.step.abandon()
+            job.step = Step(job.spec, job.backend, request, self._control, job.coefficient, job.meter)
+        if job.step is None or (job.step.number, len(job.step.parts)) != (request.step, request.part):
+            what = f"step {request.step} of {job.id} has not the {request.part} parts before this one."
+            raise InvalidState(what, "add its groups from part 0 on.")
+        job.step.add(request)
+        return job.step
 
     def describe(self, request: pb.DescribeSendRequest) -> pb.DescribeSendResponse:
         with self._publishing("describing what is published") as job:
@@ -165,6 +201,9 @@ class Worker:
 
     def load(self, request: pb.LoadRequest) -> pb.LoadResponse:
         job, self._job = self._loaded(), None  # no job is loaded until the checkpoint is read completely
+        if job.step is not None:
+            job.step.abandon()
+            job.step = None
         with exhausted.report_out_of_memory(
             "reading a checkpoint", Phase.LOAD, job.spec, self._world.rank, self._world.size
         ):

@@ -1,4 +1,5 @@
-"""The batch of a step: its trajectories, how they are divided over the ranks, and this rank's share as tensors.
+"""A batch: the groups of a step, or of a part of it. Its trajectories, how they are divided over the ranks, and this
+rank's share as tensors.
 
 `_bt` tensors are [rows, most sampled tokens]: tokens that the policy did not sample are in no column, so that nothing
 that is computed from them can count them. The rows of a rank are its own trajectories. The rows of the whole batch are
@@ -7,13 +8,14 @@ Rewards and advantages have episodes as rows (`_et`): the sampled tokens of an e
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -36,7 +38,7 @@ class TrajectoryRef:
     sample: int
     group: int
     episode: int
-    """Counted from 0 over the step. The trajectories of an episode follow each other."""
+    """Counted from 0 over the batch. The trajectories of an episode follow each other."""
     prompt_tokens: int
     response_tokens: int
     sampled_tokens: int
@@ -51,27 +53,54 @@ class TrajectoryRef:
 
 
 @dataclass(frozen=True)
+class StepShares:
+    """How the groups of a step, in their order, are cut into the shares of its updates."""
+
+    groups: int
+    """Groups of the whole step."""
+    updates: int
+
+    @classmethod
+    def of(cls, groups: int, updates: int) -> "StepShares":
+        """At most as many updates as groups."""
+        return cls(groups, min(updates, groups))
+
+    def share(self, update: int) -> range:
+        """The groups of an update."""
+        return range(self.groups * update // self.updates, self.groups * (update + 1) // self.updates)
+
+
+@dataclass(frozen=True)
 class BatchDivision:
-    """Which rank trains which trajectories of a step, and in which micro-batches."""
+    """Which rank trains which trajectories of a batch, and in which micro-batches."""
 
     trajectories: tuple[TrajectoryRef, ...]
-    updates: tuple[Plan, ...]
-    """For each update of the step: by rank, the micro-batches, each a list of indices into `trajectories`."""
+    updates: Mapping[int, Plan]
+    """For each update of the step that trains groups of the batch: by rank, the micro-batches, each a list of indices
+    into `trajectories`."""
     token_budget: int
 
     @classmethod
-    def of(cls, groups: Sequence[GroupRef], backend: Backend, *, updates: int, token_budget: int) -> "BatchDivision":
-        """Cuts the groups into `updates` shares, in order, and balances each share over the ranks by cost."""
-        refs = _refs(groups)
-        plans = []
-        for update in range(min(updates, len(groups))):
-            first, last = (len(groups) * edge // min(updates, len(groups)) for edge in (update, update + 1))
-            members = [index for index, ref in enumerate(refs) if first <= ref.group < last]
+    def of(
+        cls, groups: Sequence[GroupRef], backend: Backend, shares: StepShares, *, token_budget: int, first: int = 0
+    ) -> "BatchDivision":
+        """Cuts the groups into the shares of the step's updates, and balances each over the ranks by cost. `first` is
+        the number of the first of the groups in the step."""
+        refs, plans, ranks = _refs(groups), dict[int, Plan](), backend.data_parallel.size
+        for update in range(shares.updates):
+            share = shares.share(update)
+            members = [index for index, ref in enumerate(refs) if first + ref.group in share]
+            if not members:
+                continue
             lengths = [refs[index].tokens for index in members]
-            ranks = backend.data_parallel.size
             plan = plan_microbatches(lengths, ranks=ranks, token_budget=token_budget, cost=backend.cost)
-            plans.append([[[members[at] for at in batch] for batch in batches] for batches in plan])
-        return cls(refs, tuple(plans), token_budget)
+            plans[update] = [[[members[at] for at in batch] for batch in batches] for batches in plan]
+        return cls(refs, plans, token_budget)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each trajectory, prompt and response."""
+        return [trajectory.tokens for trajectory in self.trajectories]
 
     @cached_property
     def sampled_lengths(self) -> list[int]:
@@ -92,41 +121,53 @@ class BatchDivision:
 
     def indices(self, rank: int) -> list[int]:
         """Indices of a rank's trajectories, ascending."""
-        return sorted(index for plan in self.updates for batch in plan[rank] for index in batch)
+        return sorted(index for plan in self.updates.values() for batch in plan[rank] for index in batch)
 
-    def repacked(self, token_budget: int, cost: SequenceCost) -> tuple[Plan, ...]:
+    def repacked(self, token_budget: int, cost: SequenceCost) -> dict[int, Plan]:
         """For each update the same trajectories on the same ranks, in micro-batches of another token budget."""
-        lengths = [ref.tokens for ref in self.trajectories]
-        return tuple(repack(plan, lengths, token_budget=token_budget, cost=cost) for plan in self.updates)
-
-    def metrics(self, backend: Backend) -> dict[str, float]:
-        """How well the micro-batches are filled and the ranks balanced."""
-        lengths = [ref.tokens for ref in self.trajectories]
-        reports = [report(plan, lengths, token_budget=self.token_budget, cost=backend.cost) for plan in self.updates]
-        tokens = sum(len(plan) * len(plan[0]) for plan in self.updates) * self.token_budget
         return {
-            "batch/token_budget": float(self.token_budget),
-            "batch/microbatches": float(sum(r.microbatches for r in reports)),
-            "batch/waste": 1 - sum(lengths) / tokens,
-            "batch/imbalance": sum(r.lockstep_imbalance for r in reports) / len(reports),
-            **self._tokens_by_rank(backend.data_parallel.size),
+            update: repack(plan, self.lengths, token_budget=token_budget, cost=cost)
+            for update, plan in self.updates.items()
         }
 
-    def _tokens_by_rank(self, ranks: int) -> dict[str, float]:
-        """`global_seqlen/*`, verl's metrics of the tokens of a rank: dealt out in order, and as they are balanced."""
-        lengths = [ref.tokens for ref in self.trajectories]
-        edges = [len(lengths) * rank // ranks for rank in range(ranks + 1)]
-        in_order = [sum(lengths[first:last]) for first, last in pairwise(edges)]
-        balanced = [sum(lengths[index] for index in self.indices(rank)) for rank in range(ranks)]
-        values = {
-            "min": min(in_order),
-            "max": max(in_order),
-            "minmax_diff": max(in_order) - min(in_order),
-            "balanced_min": min(balanced),
-            "balanced_max": max(balanced),
-            "mean": sum(lengths) / ranks,
-        }
-        return {f"global_seqlen/{name}": float(value) for name, value in values.items()}
+
+def division_metrics(divisions: Sequence[BatchDivision], backend: Backend) -> dict[str, float]:
+    """How well the micro-batches of a step's parts are filled and the ranks balanced."""
+    plans = [(each, plan) for each in divisions for plan in each.updates.values()]
+    budget = divisions[0].token_budget
+    reports = [report(plan, each.lengths, token_budget=budget, cost=backend.cost) for each, plan in plans]
+    tokens = sum(len(plan) * len(plan[0]) for _, plan in plans) * budget
+    return {
+        "batch/token_budget": float(budget),
+        "batch/parts": float(len(divisions)),
+        "batch/microbatches": float(sum(r.microbatches for r in reports)),
+        "batch/waste": 1 - sum(sum(each.lengths) for each in divisions) / tokens,
+        "batch/imbalance": sum(r.lockstep_imbalance for r in reports) / len(reports),
+        **_tokens_by_rank(divisions, backend.data_parallel.size),
+    }
+
+
+def _tokens_by_rank(divisions: Sequence[BatchDivision], ranks: int) -> dict[str, float]:
+    """`global_seqlen/*`, verl's metrics of the tokens of a rank: dealt out in order, and as they are balanced."""
+    lengths = [length for each in divisions for length in each.lengths]
+    edges = [len(lengths) * rank // ranks for rank in range(ranks + 1)]
+    in_order = [sum(lengths[first:last]) for first, last in pairwise(edges)]
+    balanced = [sum(each.lengths[index] for each in divisions for index in each.indices(rank)) for rank in range(ranks)]
+    values = {
+        "min": min(in_order),
+        "max": max(in_order),
+        "minmax_diff": max(in_order) - min(in_order),
+        "balanced_min": min(balanced),
+        "balanced_max": max(balanced),
+        "mean": sum(lengths) / ranks,
+    }
+    return {f"global_seqlen/{name}": float(value) for name, value in values.items()}
+
+
+def stacked(parts_bt: Sequence[Tensor]) -> Tensor:
+    """The rows of all tensors, [B, T] each, padded with zeros to the longest."""
+    longest = max(part_bt.shape[1] for part_bt in parts_bt)
+    return torch.cat([F.pad(part_bt, (0, longest - part_bt.shape[1])) for part_bt in parts_bt])
 
 
 def _refs(groups: Sequence[GroupRef]) -> tuple[TrajectoryRef, ...]:
@@ -145,7 +186,7 @@ def _refs(groups: Sequence[GroupRef]) -> tuple[TrajectoryRef, ...]:
 
 
 class RankBatch:
-    """This rank's share of a step's batch, on `device`."""
+    """This rank's share of a batch, on `device`."""
 
     def __init__(
         self, division: BatchDivision, samples: Sequence[Sample], data_parallel: DataParallel, device: torch.device
@@ -197,28 +238,28 @@ class RankBatch:
         versions = [np.full(s.sampled_tokens, -1) if s.versions is None else s.versions for s in self.samples]
         return self.pad(torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *versions])).to(self.device) == version)
 
-    def repacked(self, token_budget: int, cost: SequenceCost) -> list[list[MicroBatch]]:
+    def repacked(self, token_budget: int, cost: SequenceCost) -> dict[int, list[MicroBatch]]:
         """For each update the micro-batches of a model with another token budget than the policy's."""
         if token_budget == self.division.token_budget:
             return self.updates
         return self._packed(self.division.repacked(token_budget, cost))
 
-    def _packed(self, plans: Sequence[Plan]) -> list[list[MicroBatch]]:
+    def _packed(self, plans: Mapping[int, Plan]) -> dict[int, list[MicroBatch]]:
         rank = self._data_parallel.rank
-        return [
-            [MicroBatch.pack(self.samples, [self._row_of[index] for index in batch]) for batch in plan[rank]]
-            for plan in plans
-        ]
+        return {
+            update: [MicroBatch.pack(self.samples, [self._row_of[index] for index in batch]) for batch in plan[rank]]
+            for update, plan in plans.items()
+        }
 
     @cached_property
     def whole_mask_bt(self) -> Tensor:
-        """The sampled tokens of all trajectories of the step, in the order in which the coordinator named them."""
+        """The sampled tokens of all trajectories of the batch, in the order in which the coordinator named them."""
         lengths = self.division.sampled_lengths
         return unpack(torch.ones(sum(lengths), dtype=torch.bool, device=self.device), lengths)
 
     @cached_property
     def group_e(self) -> Tensor:
-        """The group of each episode of the step, int64 [episodes]."""
+        """The group of each episode of the batch, int64 [episodes]."""
         last = [self.division.trajectories[index] for index in self.division.last_of_episodes]
         return torch.tensor([trajectory.group for trajectory in last], device=self.device)
 

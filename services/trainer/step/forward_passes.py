@@ -1,6 +1,6 @@
 """Forward passes before the updates of a step: log-probabilities of policy and reference, values of the critic."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from services.trainer.protocol.backend import Backend
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
 from services.trainer.step.batch import RankBatch
-from services.trainer.step.metrics import Clock
+from services.trainer.step.clock import Clock
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ def _scored_with_entropies(batch: RankBatch, backend: Backend, temperature: floa
 def _scored(
     batch: RankBatch,
     what: str,
-    updates: Sequence[Sequence[MicroBatch]],
+    updates: Mapping[int, Sequence[MicroBatch]],
     score: Callable[[Sequence[MicroBatch]], list[Tensor]],
 ) -> Tensor:
     """The scores of all of this rank's rows, [rows, longest], from the micro-batches of all updates. Raises NonFinite
     on every rank where one score is NaN or infinite."""
-    microbatches = [microbatch for microbatches in updates for microbatch in microbatches]
+    microbatches = [microbatch for microbatches in updates.values() for microbatch in microbatches]
     scored_bt = batch.from_microbatches(microbatches, score(microbatches))
     with collectives.fail_together():
         check_finite(what, scored_bt, batch.mask_bt, batch.labels)

@@ -1,4 +1,6 @@
-"""What the losses of a step read: rewards, correction weights and advantages, computed over the whole batch."""
+"""What the losses of a step read: rewards, correction weights and advantages, computed over all groups of a batch.
+
+That is the batch of a step, or of a part of it."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,15 +13,13 @@ from torch import Tensor
 from millrace.rl.formulas.divergence import kl, penalised
 from millrace.rl.registry.catalogue import AlgorithmKind, find
 from millrace.spec import JobSpec
-from services.trainer.algorithms.combining import summarised
-from services.trainer.algorithms.corrections import correct
+from services.trainer.algorithms.corrections import Corrected, correct
 from services.trainer.algorithms.functions import advantage
 from services.trainer.algorithms.losses import selected_tokens
 from services.trainer.algorithms.tokens import check_finite, high_entropy
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.step.batch import RankBatch
 from services.trainer.step.forward_passes import ForwardResults
-from services.trainer.step.metrics import batch_metrics
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,25 @@ class LossInputs:
         )
 
 
-def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) -> tuple[LossInputs, dict[str, float]]:
-    """The inputs of the losses for this rank's rows, and the metrics of the batch.
+@dataclass(frozen=True)
+class Assessment:
+    """What the losses of a batch were made from, of the trajectories of all ranks and on every rank the same: for
+    metrics. Tensors [B, T] have a row for each trajectory."""
+
+    mask_bt: Tensor
+    rewards_e: Tensor
+    """Rewards of each episode, as the advantages read them."""
+    advantages_bt: Tensor
+    returns_bt: Tensor
+    values_bt: Tensor | None
+    """Values of the critic."""
+    corrected: Corrected | None
+    entropy_threshold: float | None
+    """Smallest entropy of a token whose policy loss counts, nats; None where that of all tokens does."""
+
+
+def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) -> tuple[LossInputs, Assessment]:
+    """The inputs of the losses for this rank's rows, and what they were made from.
 
     Every rank computes them for the whole batch, so they do not depend on which ranks have a group's samples. Raises
     NonFinite, on every rank the same.
@@ -92,17 +109,17 @@ def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) ->
     check_finite("rewards", rewards_bt, whole_mask_bt, batch.whole_labels)
     rewards_et = batch.by_episode(rewards_bt)
     known = _advantage_inputs(spec, batch, passes, old_bt)
-    keep_bt, metrics = whole_mask_bt, {}
+    keep_bt, corrected = whole_mask_bt, None
     if algorithm.corrections:
         assert passes.train_bt is not None
-        known["weights_bt"], keep_bt, shares = correct(
+        corrected = correct(
             [(correction.name, correction.options) for correction in algorithm.corrections],
             train_logprobs_bt=batch.gather(passes.train_bt),
             rollout_logprobs_bt=whole_rollout_bt,
             mask_bt=whole_mask_bt,
             normalize=algorithm.normalize_correction_weights,
         )
-        metrics = summarised(shares)
+        known["weights_bt"], keep_bt = corrected.weights_bt, corrected.keep_bt
     advantages_et, returns_et = advantage(
         algorithm.advantage.name,
         token_rewards_bt=rewards_et,
@@ -114,8 +131,8 @@ def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) ->
     advantages_bt, returns_bt = (batch.by_trajectory(each.float()) for each in (advantages_et, returns_et))
     check_finite("advantages", advantages_bt, whole_mask_bt, batch.whole_labels)
     check_finite("returns", returns_bt, whole_mask_bt, batch.whole_labels)
-    weights_bt = known.get("weights_bt")
-    high_entropy_bt, masked = _high_entropy(spec, batch, passes, keep_bt)
+    weights_bt, values_bt = known.get("weights_bt"), known.get("values_bt")
+    high_entropy_bt, threshold = _high_entropy(spec, batch, passes, keep_bt)
     inputs = LossInputs(
         mask_bt=batch.own_rows(keep_bt),
         advantages_bt=batch.own_rows(advantages_bt),
@@ -130,14 +147,8 @@ def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) ->
         teacher_bt=batch.teacher_bt,
         teacher_top_btk=batch.teacher_top_btk,
     )
-    statistics = batch_metrics(
-        batch,
-        rewards_et=rewards_et,
-        advantages_bt=advantages_bt,
-        values_bt=known.get("values_bt"),
-        returns_bt=returns_bt,
-    )
-    return inputs, metrics | masked | statistics
+    rewards_e = rewards_et.sum(dim=-1)
+    return inputs, Assessment(whole_mask_bt, rewards_e, advantages_bt, returns_bt, values_bt, corrected, threshold)
 
 
 def _advantage_inputs(
@@ -165,13 +176,13 @@ def _advantage_inputs(
 
 def _high_entropy(
     spec: JobSpec, batch: RankBatch, passes: ForwardResults, keep_bt: Tensor
-) -> tuple[Tensor | None, dict[str, float]]:
-    """This rank's rows of the tokens of the highest entropy in the whole batch, with metrics of the choice."""
+) -> tuple[Tensor | None, float | None]:
+    """This rank's rows of the tokens of the highest entropy in the whole batch, and the smallest entropy among them."""
     if passes.entropy_bt is None:
-        return None, {}
+        return None, None
     fraction = spec.algorithm.top_entropy_fraction
     highest_bt, threshold = high_entropy(batch.gather(passes.entropy_bt), keep_bt, fraction)
-    return batch.own_rows(highest_bt), {"actor/top_entropy_threshold": threshold}
+    return batch.own_rows(highest_bt), threshold
 
 
 def _rows(batch: RankBatch, values: Sequence[tuple[float, ...]], width: int, what: str) -> Tensor:

@@ -2,9 +2,7 @@
 
 import json
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,14 +16,12 @@ from millrace.telemetry.metrics import catalogue
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.histograms import ADVANTAGES, IMPORTANCE_RATIOS, Histogram, declared
 from millrace.telemetry.metrics.step.mismatch import SPLIT
-from millrace.telemetry.spans.kinds import SpanKind
-from millrace.telemetry.spans.recorder import span
+from services.trainer.algorithms.aggregation import BatchTotals
 from services.trainer.algorithms.combining import Rule, combined, rule_of, summarised
 from services.trainer.algorithms.corrections import mismatch_metrics
 from services.trainer.algorithms.losses import DISTILLATION_PREFIX
-from services.trainer.memory.meter import MemoryMeter
 from services.trainer.ranks import collectives
-from services.trainer.step.batch import RankBatch
+from services.trainer.step.loss_inputs import Assessment
 
 VERL = {
     "policy_loss": "actor/pg_loss",
@@ -39,8 +35,6 @@ VERL = {
     "value_mean": "critic/vpred_mean",
 }
 """verl's names of a loss's metrics. A metric that is not here is reported as `actor/<name>` or `critic/<name>`."""
-SPANS = {"fetch": SpanKind.FETCH, "update_actor": SpanKind.UPDATE, "update_critic": SpanKind.UPDATE}
-"""The span of a part of a step; all others assess the batch."""
 VARIANCE_EPS = 1e-5
 """Added to the variance of the returns, as in verl."""
 REDUCTIONS = {
@@ -54,29 +48,6 @@ OVER_UPDATES: dict[Rule, Callable[[Sequence[float]], float]] = {
     Rule.MAXIMUM: max,
     Rule.MINIMUM: min,
 }
-
-
-class Clock:
-    """Measures the parts of a step, wall-clock time and memory: `with clock("fetch"): ...`. A part may be entered
-    repeatedly."""
-
-    def __init__(self, meter: MemoryMeter) -> None:
-        self.meter = meter
-        self._parts: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        """Raises OutOfMemory where the device has no memory left in this part."""
-        began = time.perf_counter()
-        try:
-            with self.meter.during(part), span(SPANS.get(part, SpanKind.ASSESS), detail=part):
-                yield
-        finally:
-            self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - began
-
-    def metrics(self) -> dict[str, float]:
-        """`timing_s/<part>`, seconds."""
-        return {f"timing_s/{part}": seconds for part, seconds in self._parts.items()}
 
 
 def reported(spec: JobSpec, metrics: dict[str, float]) -> dict[str, float]:
@@ -122,24 +93,23 @@ def over_updates(updates: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[s
     return metrics
 
 
-def batch_metrics(
-    batch: RankBatch,
-    *,
-    rewards_et: Tensor,
-    advantages_bt: Tensor,
-    values_bt: Tensor | None = None,
-    returns_bt: Tensor | None = None,
-) -> dict[str, float]:
-    """Statistics of the whole batch's rewards and advantages, and of values and returns where there is a critic.
-
-    All tensors are [trajectories of all ranks, most sampled tokens], but for `rewards_et`, what the advantages were
-    computed from, whose rows are episodes.
-    """
-    mask_bt = batch.whole_mask_bt
-    distributions = {"critic/rewards": rewards_et.sum(dim=-1), "critic/advantages": advantages_bt[mask_bt]}
-    metrics: dict[str, float] = {}
-    if values_bt is not None and returns_bt is not None:
-        values, returns = values_bt[mask_bt].double(), returns_bt[mask_bt].double()
+def batch_metrics(parts: Sequence[Assessment]) -> dict[str, float]:
+    """Statistics of the rewards and advantages of a step's parts, of values and returns where there is a critic, and of
+    the corrections."""
+    counts = [part.mask_bt for part in parts]
+    advantages = torch.cat([part.advantages_bt[part.mask_bt] for part in parts])
+    distributions = {"critic/rewards": torch.cat([part.rewards_e for part in parts]), "critic/advantages": advantages}
+    metrics = _correction_metrics(parts, sum(map(BatchTotals.of, counts), BatchTotals(0, 0)))
+    for part in parts:
+        if part.entropy_threshold is not None:
+            metrics["actor/top_entropy_threshold"] = part.entropy_threshold
+    valued = [
+        (part.values_bt[mask_bt], part.returns_bt[mask_bt])
+        for part, mask_bt in zip(parts, counts, strict=True)
+        if part.values_bt is not None
+    ]
+    if valued:
+        values, returns = (torch.cat(each).double() for each in zip(*valued, strict=True))
         distributions |= {"critic/values": values, "critic/returns": returns}
         if returns.numel() > 1:
             unexplained = (returns - values).var() / (returns.var() + VARIANCE_EPS)
@@ -152,6 +122,11 @@ def batch_metrics(
                 f"{name}/min": float(values.min()),
             }
     return metrics
+
+
+def _correction_metrics(parts: Sequence[Assessment], totals: BatchTotals) -> dict[str, float]:
+    corrected = [part.corrected for part in parts if part.corrected is not None]
+    return summarised(combined(each.metrics(totals) for each in corrected))
 
 
 def mismatch_by_part(
@@ -196,13 +171,13 @@ def mismatch(train_bt: Tensor, rollout_bt: Tensor, mask_bt: Tensor) -> dict[str,
 
 
 def step_histograms(
-    train_bt: Tensor, rollout_bt: Tensor, compared_bt: Tensor, advantages_bt: Tensor, batch: RankBatch
+    train_bt: Tensor, rollout_bt: Tensor, compared_bt: Tensor, advantages_bt: Tensor, mask_bt: Tensor
 ) -> dict[str, Histogram]:
-    """The histograms of the whole batch; all tensors are [trajectories, most sampled tokens]. `compared_bt`: the tokens
+    """The histograms of the whole step; all tensors are [trajectories, most sampled tokens]. `compared_bt`: the tokens
     of which both log-probabilities are known."""
     values = {
         IMPORTANCE_RATIOS: (train_bt[compared_bt].double() - rollout_bt[compared_bt].double()).exp(),
-        ADVANTAGES: advantages_bt[batch.whole_mask_bt],
+        ADVANTAGES: advantages_bt[mask_bt],
     }
     made = {declaration.key: declaration.of(own.cpu().numpy()) for declaration, own in values.items()}
     return declared({key: histogram for key, histogram in made.items() if histogram is not None}, Owner.TRAINER)

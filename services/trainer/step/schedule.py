@@ -11,7 +11,6 @@ from torch import Tensor
 from millrace.rl.formulas.divergence import adapted, kl
 from millrace.spec import JobSpec
 from millrace.spec.trainer import Optimizer
-from services.trainer.step.batch import RankBatch
 
 
 @dataclass
@@ -38,12 +37,9 @@ class KlCoefficient:
             )
 
 
-def mean_kl(spec: JobSpec, batch: RankBatch, logprobs_bt: Tensor, ref_bt: Tensor, mask_bt: Tensor) -> float:
-    """Mean KL to the reference over the mask's tokens of all ranks, in nats, for the weights that the step began with.
-    A collective."""
-    assert spec.algorithm.kl is not None
-    kl_bt = batch.gather(kl(spec.algorithm.kl.name, logprobs_bt, ref_bt))
-    tokens = kl_bt[batch.gather(mask_bt)].double()
+def mean_kl(estimator: str, logprobs_bt: Tensor, ref_bt: Tensor, mask_bt: Tensor) -> float:
+    """Mean KL to the reference over the mask's tokens, in nats; 0 where there are none."""
+    tokens = kl(estimator, logprobs_bt, ref_bt)[mask_bt].double()
     return float(tokens.mean()) if tokens.numel() else 0.0
 
 
@@ -72,7 +68,8 @@ def _rate(chosen: Optimizer, step: int, last: int | None) -> float:
     return chosen.min_lr + (chosen.lr - chosen.min_lr) * share
 
 
-def random_seed(spec: JobSpec, step: int, rank: int) -> int:
-    """The seed of a data-parallel rank in a step: 63 bits, different for each rank and step."""
-    digest = hashlib.sha256(f"{spec.trainer.seed}/{step}/{rank}".encode()).digest()
+def random_seed(spec: JobSpec, step: int, rank: int, part: int = 0) -> int:
+    """The seed of a data-parallel rank in a part of a step: 63 bits, different for each rank, step and part."""
+    place = f"{step}/{rank}" if part == 0 else f"{step}/{rank}/{part}"
+    digest = hashlib.sha256(f"{spec.trainer.seed}/{place}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

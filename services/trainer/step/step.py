@@ -1,32 +1,35 @@
-"""A training step: from references to groups to new weights and metrics. Every rank runs the same code."""
+"""A training step: from references to groups to new weights and metrics. Every rank runs the same code.
+
+A step takes its groups in parts, one or more. Each part is assessed when it comes, and its gradient added to that of
+the first update; when all groups are there, the optimizer makes that update, and further updates follow. So weights
+change only in `finish`, and parts can come while other groups of the step are still generated.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from millrace.admission.choices import teacher_top
-from millrace.contracts.v1.trainer_pb2 import GroupRef, StepRequest, TrainedGroup, TrainedTrajectory
-from millrace.errors import InvalidJob, NonFinite, PartialStep
+from millrace.contracts.v1.trainer_pb2 import StepRequest
+from millrace.errors import InvalidJob, MillraceError, NonFinite, OutOfMemory, PartialStep
 from millrace.spec import JobSpec
 from millrace.spec.passes import passes_of
-from millrace.telemetry.metrics.histograms import Histogram
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
-from millrace.wire.arrays import pack_floats
 from services.trainer.memory.meter import MemoryMeter
-from services.trainer.protocol.backend import Backend
+from services.trainer.protocol.backend import Backend, models
 from services.trainer.ranks import collectives
 from services.trainer.ranks.event_loop import ControlThread
-from services.trainer.step.batch import BatchDivision, RankBatch
+from services.trainer.step.batch import BatchDivision, RankBatch, StepShares, division_metrics
+from services.trainer.step.clock import Clock
 from services.trainer.step.fetch import fetch
-from services.trainer.step.forward_passes import ForwardResults, run_passes
+from services.trainer.step.forward_passes import run_passes
 from services.trainer.step.loss_inputs import make_loss_inputs
-from services.trainer.step.metrics import Clock, mismatch_by_part, over_updates, reported, step_histograms
-from services.trainer.step.schedule import KlCoefficient, mean_kl, random_seed
-from services.trainer.step.update import UpdateResult, update
+from services.trainer.step.metrics import batch_metrics, over_updates, reported
+from services.trainer.step.result import Part, StepResult, StepTokens
+from services.trainer.step.schedule import KlCoefficient, random_seed
+from services.trainer.step.update import Update, UpdateResult
 from services.trainer.step.utilisation import utilisation
 
 UNCHANGED = "nothing was written to the weights."
@@ -34,15 +37,6 @@ GIVEN_UP = (
     "earlier updates of this step were written, so the trainer gives these weights up: `millrace resume` continues from"
     " the last checkpoint."
 )
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step tells the coordinator. Every rank has the same."""
-
-    metrics: dict[str, float]
-    histograms: dict[str, Histogram]
-    shown: list[TrainedGroup]
 
 
 @contextmanager
@@ -56,122 +50,141 @@ def _report_written_updates(updates: Sequence[UpdateResult]) -> Iterator[None]:
         raise type(error)(error.what, f"{UNCHANGED} {error.fix}") from error
 
 
-def train_step(
-    spec: JobSpec,
-    backend: Backend,
-    request: StepRequest,
-    control: ControlThread,
-    coefficient: KlCoefficient,
-    meter: MemoryMeter,
-) -> StepResult:
-    """Makes one step and adapts the KL coefficient.
+class Step:
+    """A step in progress. After an error in one of its methods it is over, and the gradients are cleared."""
 
-    Raises NonFinite, with the trajectory named, for a NaN or an infinity, InvalidJob where a user's own loss fails:
-    the weights are unchanged. PartialStep for the same failures after the first of several updates. OutOfMemory, on the
-    ranks that have no memory left: `meter.updated` says whether weights may have changed. InvalidState or Unavailable
-    where trajectories are not available.
-    """
-    clock, parallel, spec = Clock(meter), backend.data_parallel, coefficient.applied_to(spec)
-    if request.token_budget:
-        spec = spec.model_copy(update={"trainer": spec.trainer.lowered_to(request.token_budget)})
-    torch.manual_seed(random_seed(spec, request.step, parallel.rank))
-    meter.begin_step(request.step, spec.trainer.token_budget)
-    with collectives.fail_together(), clock("fetch"):
-        division = BatchDivision.of(
-            request.groups, backend, updates=spec.trainer.updates_per_step, token_budget=spec.trainer.token_budget
-        )
-        wanted = [division.trajectories[index] for index in division.indices(parallel.rank)]
-        samples = control.run(fetch(request.work_address, request.job_id, wanted, spec.reward.parts, teacher_top(spec)))
-        batch = RankBatch(division, samples, parallel, backend.device)
-    meter.tokens = max((sum(m.lengths) for microbatches in batch.updates for m in microbatches), default=0)
-    warm = (critic := spec.algorithm.critic) is None or request.step > critic.warmup_steps
-    needed = passes_of(spec, updates=len(batch.updates), policy_is_trained=warm)
-    scored = run_passes(spec, backend, batch, needed, clock)
-    with clock("adv"):
-        inputs, metrics = make_loss_inputs(spec, batch, scored)
-    updates: list[UpdateResult] = []
-    for number in range(len(batch.updates)):
-        with _report_written_updates(updates):
-            updates.append(update(spec, backend, batch, number, inputs, request.step, clock))
-    train_bt, mask_bt = _of_first_weights(batch, scored, updates[0])
-    with span(SpanKind.REPORT), meter.during("report"):
-        apart = (train_bt, batch.rollout_bt, mask_bt, batch.sampled_with_bt(request.step - 1), inputs.advantages_bt)
-        of_trainer, of_engine, counted, same_bt, advantages_bt = (batch.gather(values_bt) for values_bt in apart)
-        lengths, timings = [trajectory.tokens for trajectory in division.trajectories], clock.metrics()
-        costs = {"actor": backend.cost} | ({} if backend.critic is None else {"critic": backend.critic.cost})
-        histograms = step_histograms(of_trainer, of_engine, counted, advantages_bt, batch)
-        shown = shown_groups(request.groups, division.sampled_lengths, of_trainer, counted, advantages_bt)
-        metrics = {
-            **mismatch_by_part(of_trainer, of_engine, counted, same_bt, batch.whole_engine_b),
-            **metrics,
-            **_adapted(spec, batch, scored.ref_bt, (train_bt, mask_bt), coefficient),
-            **over_updates([done.metrics for done in updates]),
-            **division.metrics(backend),
-            **collectives.maxima({**backend.metrics(), **meter.metrics()}),
-            **timings,
-            **utilisation(costs, backend.device, lengths, timings, needed.by_part, collectives.world_size()),
-        }
-        return StepResult(reported(spec, metrics), histograms, shown)
+    def __init__(
+        self,
+        spec: JobSpec,
+        backend: Backend,
+        request: StepRequest,
+        control: ControlThread,
+        coefficient: KlCoefficient,
+        meter: MemoryMeter,
+    ) -> None:
+        """`request` is that of the first part."""
+        spec = coefficient.applied_to(spec)
+        if request.token_budget:
+            spec = spec.model_copy(update={"trainer": spec.trainer.lowered_to(request.token_budget)})
+        self.number = request.step
+        self.parts: list[Part] = []
+        self._spec = spec
+        self._backend = backend
+        self._control = control
+        self._coefficient = coefficient
+        self._clock = Clock(meter)
+        self._shares = StepShares.of(request.step_groups or len(request.groups), spec.trainer.updates_per_step)
+        trained = (critic := spec.algorithm.critic) is None or request.step > critic.warmup_steps
+        self._needed = passes_of(spec, updates=self._shares.updates, policy_is_trained=trained)
+        self._first = Update(spec, backend, 0, request.step, self._clock)
+        meter.begin_step(request.step, spec.trainer.token_budget)
 
+    @property
+    def groups(self) -> int:
+        """Groups that were added."""
+        return sum(len(part.groups) for part in self.parts)
 
-def _of_first_weights(batch: RankBatch, scored: ForwardResults, first: UpdateResult) -> tuple[Tensor, Tensor]:
-    """Log-probabilities under the weights that the step began with, as its losses read them, and the sampled tokens
-    that have one: those of the policy's own pass, or of the first update where the step made no such pass."""
-    if scored.train_bt is not None:
-        return scored.train_bt, batch.mask_bt
-    assert first.logprobs_bt is not None
-    return first.logprobs_bt, first.mask_bt
+    def add(self, request: StepRequest) -> None:
+        """Assesses the groups of the request, and adds the gradient of those that the first update trains.
 
+        Raises NonFinite, with the trajectory named, for a NaN or an infinity, InvalidJob where a user's own loss fails.
+        OutOfMemory, on the ranks that have no memory left. InvalidState or Unavailable where trajectories are not
+        available.
+        """
+        with self._cleared_on_failure():
+            torch.manual_seed(random_seed(self._spec, self.number, self._backend.data_parallel.rank, len(self.parts)))
+            batch = self._fetched(request)
+            scored = run_passes(self._spec, self._backend, batch, self._needed, self._clock)
+            with self._clock("adv"):
+                inputs, assessment = make_loss_inputs(self._spec, batch, scored)
+            self.parts.append(Part(request.groups, batch, scored, inputs, assessment))
+            if self._first.number in batch.updates:
+                more = self.groups < self._shares.share(self._first.number).stop
+                with _report_written_updates([]):
+                    self._first.add(batch, inputs, more=more)
 
-def _adapted(
-    spec: JobSpec,
-    batch: RankBatch,
-    ref_bt: Tensor | None,
-    known: tuple[Tensor, Tensor],
-    coefficient: KlCoefficient,
-) -> dict[str, float]:
-    """Adapts the KL coefficient to the step's mean divergence from the reference; the metrics of both. `known`: the
-    answer of `_of_first_weights`."""
-    if ref_bt is None:
-        return {}
-    train_bt, mask_bt = known
-    mean = mean_kl(spec, batch, train_bt, ref_bt, mask_bt)
-    metrics = {"actor/reference_kl": mean, "actor/kl_coef": coefficient.value}
-    coefficient.follow(spec, mean, len(batch.division.trajectories))
-    return metrics
+    def finish(self) -> StepResult:
+        """Makes the updates, when all groups of the step were added, and adapts the KL coefficient.
 
+        Raises as `add`; the weights are unchanged then. PartialStep for the same failures after the first of several
+        updates. OutOfMemory: `meter.updated` says whether weights may have changed.
+        """
+        with self._cleared_on_failure():
+            updates: list[UpdateResult] = []
+            for number in range(self._shares.updates):
+                with _report_written_updates(updates):
+                    updates.append(self._made(number))
+            with span(SpanKind.REPORT), self._clock.meter.during("report"):
+                return self._result(updates)
 
-MOST_TOKENS = 1 << 18
-"""Most sampled tokens that a step tells of: 2 MiB of log-probabilities and advantages."""
+    def abandon(self) -> None:
+        """Clears what was added."""
+        self.parts.clear()
+        for model in models(self._backend).values():
+            model.zero_gradients()
 
-
-def shown_groups(
-    groups: Sequence[GroupRef],
-    sampled_lengths: Sequence[int],
-    logprobs_bt: Tensor,
-    known_bt: Tensor,
-    advantages_bt: Tensor,
-) -> list[TrainedGroup]:
-    """The groups that are `shown`, in order, without those that do not fit into `MOST_TOKENS` beside earlier ones.
-
-    The tensors are those of the whole batch, [trajectories, most sampled tokens], and `sampled_lengths` has the sampled
-    tokens of each trajectory. A row of `known_bt` is true for all sampled tokens of a trajectory whose
-    log-probabilities were computed, and for no token of any other.
-    """
-    found, room, end = [], MOST_TOKENS, 0
-    for group in groups:
-        first, end = end, end + (len(group.response_tokens) or len(group.trajectories))
-        lengths = sampled_lengths[first:end]
-        if not group.shown or sum(lengths) > room:
-            continue
-        room -= sum(lengths)
-        rows = (values_bt[first:end].float().cpu().numpy() for values_bt in (logprobs_bt, known_bt, advantages_bt))
-        trajectories = [
-            TrainedTrajectory(
-                logprobs=pack_floats(logprobs_t[:length]) if known_t[:length].all() else b"",
-                advantages=pack_floats(advantages_t[:length]),
+    def _fetched(self, request: StepRequest) -> RankBatch:
+        spec, parallel, meter = self._spec, self._backend.data_parallel, self._clock.meter
+        with collectives.fail_together(), self._clock("fetch"):
+            division = BatchDivision.of(
+                request.groups,
+                self._backend,
+                self._shares,
+                token_budget=spec.trainer.token_budget,
+                first=self.groups,
             )
-            for length, logprobs_t, known_t, advantages_t in zip(lengths, *rows, strict=True)
-        ]
-        found.append(TrainedGroup(prompt_id=group.prompt_id, trajectories=trajectories))
-    return found
+            wanted = [division.trajectories[index] for index in division.indices(parallel.rank)]
+            address, job = request.work_address, request.job_id
+            samples = self._control.run(fetch(address, job, wanted, spec.reward.parts, teacher_top(spec)))
+            batch = RankBatch(division, samples, parallel, self._backend.device)
+        largest = max((sum(one.lengths) for share in batch.updates.values() for one in share), default=0)
+        meter.tokens = max(meter.tokens, largest)
+        return batch
+
+    def _made(self, number: int) -> UpdateResult:
+        """Makes an update of the step. All but the first read the weights that the one before left."""
+        if number == self._first.number:
+            return self._first.finish()
+        update = Update(self._spec, self._backend, number, self.number, self._clock)
+        trained = [part for part in self.parts if number in part.batch.updates]
+        for part in trained:
+            update.add(part.batch, part.inputs, more=part is not trained[-1])
+        return update.finish()
+
+    def _result(self, updates: Sequence[UpdateResult]) -> StepResult:
+        backend, divisions = self._backend, [part.batch.division for part in self.parts]
+        tokens = StepTokens.of(self.parts, updates[0], self.number - 1)
+        lengths, timings = [length for each in divisions for length in each.lengths], self._clock.metrics()
+        costs = {"actor": backend.cost} | ({} if backend.critic is None else {"critic": backend.critic.cost})
+        ranks = collectives.world_size()
+        metrics = {
+            **tokens.mismatch(),
+            **batch_metrics([part.assessment for part in self.parts]),
+            **self._adapted(tokens),
+            **over_updates([done.metrics for done in updates]),
+            **division_metrics(divisions, backend),
+            **collectives.maxima({**backend.metrics(), **self._clock.meter.metrics()}),
+            **timings,
+            **utilisation(costs, backend.device, lengths, timings, self._needed.by_part, ranks),
+        }
+        return StepResult(reported(self._spec, metrics), tokens.histograms(), tokens.shown(self.parts))
+
+    def _adapted(self, tokens: StepTokens) -> dict[str, float]:
+        """Adapts the KL coefficient to the step's mean divergence from the reference; the metrics of both."""
+        kl, coefficient = self._spec.algorithm.kl, self._coefficient
+        mean = None if kl is None else tokens.reference_kl(kl.name)
+        if mean is None:
+            return {}
+        metrics = {"actor/reference_kl": mean, "actor/kl_coef": coefficient.value}
+        coefficient.follow(self._spec, mean, len(tokens.mask_bt))
+        return metrics
+
+    @contextmanager
+    def _cleared_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OutOfMemory:
+            raise  # the caller frees what the interrupted pass left, outside of its frames
+        except MillraceError:
+            self.abandon()
+            raise

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace.contracts.method import Request, Response, Unary
@@ -13,6 +13,7 @@ from millrace.spec import JobSpec
 from millrace.wire.channel import Peer
 from millrace.wire.deadlines import DEADLINES_S
 from tests.services.trainer.groups import refs
+from tests.services.trainer.steps import parts_of
 
 JOB = "job-1"
 
@@ -40,12 +41,25 @@ class Calls:
         return self.call(TrainerRpc.Configure, request)
 
     def step(
-        self, step: int, groups: dict[str, common_pb2.Group], work: str, job: str = JOB, token_budget: int = 0
+        self,
+        step: int,
+        groups: dict[str, common_pb2.Group],
+        work: str,
+        job: str = JOB,
+        token_budget: int = 0,
+        sizes: Sequence[int] = (),
     ) -> pb.StepResponse:
+        """`sizes`: groups of each part of the step; empty for one part."""
         request = pb.StepRequest(
             job_id=job, step=step, groups=refs(groups), work_address=work, token_budget=token_budget
         )
-        return self.call(TrainerRpc.Step, request)
+        *parts, last = parts_of(request, sizes)
+        for part in parts:
+            self.add(part)
+        return self.call(TrainerRpc.Step, last)
+
+    def add(self, part: pb.StepRequest) -> pb.AddPartResponse:
+        return self.call(TrainerRpc.AddPart, pb.AddPartRequest(part=part))
 
     def begin_save(self, path: str, huggingface: bool = False, job: str = JOB) -> pb.SaveResponse:
         return self.call(TrainerRpc.Save, pb.SaveRequest(job_id=job, path=path, huggingface=huggingface))

@@ -111,9 +111,10 @@ class TwoRanks:
         self.served = served
         self.calls: Calls = running.calls()
 
-    def step(self, number: int, groups: Any, job: str) -> dict[str, float]:
+    def step(self, number: int, groups: Any, job: str, sizes: Sequence[int] = ()) -> dict[str, float]:
+        """`sizes`: groups of each part of the step; empty for one part."""
         self.served.script.groups = groups
-        return dict(self.calls.step(number, groups, self.served.address, job).metrics)
+        return dict(self.calls.step(number, groups, self.served.address, job, sizes=sizes).metrics)
 
 
 IMPATIENT = {"MILLRACE_SILENT_S": "9"}

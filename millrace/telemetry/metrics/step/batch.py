@@ -151,6 +151,12 @@ BATCH = (
         TRAINER,
         "Tokens that a micro-batch may have: `trainer.token_budget`, or less since a rank ran out of memory.",
     ),
+    StepMetric(
+        "batch/parts",
+        Unit.COUNT,
+        TRAINER,
+        "Parts in which the trainer took the step's groups: more than 1 with `trainer.streaming`.",
+    ),
     StepMetric("batch/microbatches", Unit.COUNT, TRAINER, "Micro-batches of a rank, over all updates of the step."),
     StepMetric(
         "batch/waste", Unit.SHARE, TRAINER, "Part of the token budget of all micro-batches that holds no token."

@@ -177,10 +177,10 @@ class Fsdp2Backend(ShardedModel):
                 self._model.train()
 
     def forward_backward(
-        self, microbatches: Sequence[MicroBatch], loss_fn: LossFn[Output], *, temperature: float
+        self, microbatches: Sequence[MicroBatch], loss_fn: LossFn[Output], *, temperature: float, more: bool = False
     ) -> list[Output]:
         outputs = []
-        for batch in self.with_gradients_added_up(microbatches):
+        for batch in self.with_gradients_added_up(microbatches, more=more):
             scores = self._scores(self._model, self._sequence, batch, temperature)
             try:
                 loss, output = loss_fn(batch, scores)

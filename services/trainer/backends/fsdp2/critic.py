@@ -95,9 +95,11 @@ class Fsdp2Critic(ShardedModel):
         self._model.reshard()  # the root waits for a backward pass, which does not come
         return self._sequence.turns.everyones(values, microbatches)
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn[Output]) -> list[Output]:
+    def forward_backward(
+        self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn[Output], *, more: bool = False
+    ) -> list[Output]:
         turns, values, outputs = self._sequence.turns, [], []
-        for batch in self.with_gradients_added_up(turns.mine(microbatches)):
+        for batch in self.with_gradients_added_up(turns.mine(microbatches), more=more):
             values_r = self._values(batch)
             loss, output = loss_fn(batch, values_r)
             loss.backward()

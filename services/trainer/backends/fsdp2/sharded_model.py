@@ -95,12 +95,13 @@ class ShardedModel:
         self._optimizer: HostAdamW | DeviceAdamW = kind(self._trained, chosen)
         self.updates = 0
 
-    def with_gradients_added_up(self, microbatches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+    def with_gradients_added_up(self, microbatches: Sequence[MicroBatch], *, more: bool) -> Iterator[MicroBatch]:
         """The micro-batches, for a forward and a backward pass each. Copies of the model add up their gradients in the
-        backward pass of the last one; until then each rank has the sum of its own copy's micro-batches."""
+        backward pass of the last one, unless `more` follow; until then each rank has the sum of its own copy's
+        micro-batches."""
         for number, batch in enumerate(microbatches, 1):
             if self._adds_up_late:
-                self._model.set_requires_all_reduce(number == len(microbatches))
+                self._model.set_requires_all_reduce(number == len(microbatches) and not more)
             yield batch
 
     def offload_activations(self, layers: Iterable[nn.Module]) -> None:

@@ -105,6 +105,8 @@ class MegatronBackend:
         self._mark_split(self._chunks)
         self._load = LoadMeter(self._chunks) if setup.shape.experts is not None else None
         self._last_expert_metrics: dict[str, float] = {}
+        self._passed: list[MicroBatch] = []
+        """Micro-batches of the backward passes since the last update."""
         wrapped = wrap(self._chunks, setup.options)
         self._updater = Updater(wrapped, spec.trainer.optimizer, setup.options)
         self._fill(self._chunks, self._updater)
@@ -150,21 +152,25 @@ class MegatronBackend:
         return [TokenScores.of(scores_2r) for scores_2r in scored]
 
     def forward_backward(
-        self, microbatches: Sequence[MicroBatch], loss_fn: LossFn[Output], *, temperature: float
+        self, microbatches: Sequence[MicroBatch], loss_fn: LossFn[Output], *, temperature: float, more: bool = False
     ) -> list[Output]:
         self._update_parameters()
-        self._updater.expect_gradients()
-        if self._load is not None:
-            self._load.clear()
+        if not self._updater.has_gradients:
+            self._passed.clear()
+            if self._load is not None:
+                self._load.clear()
+        self._passed += microbatches
         outputs: dict[int, Output] = {}
 
         def score(number: int, scores_kr: Tensor) -> Tensor:
             loss, outputs[number] = loss_fn(microbatches[number], TokenScores.of(scores_kr))
             return loss
 
-        with self._adapter_mode.training():
+        with self._adapter_mode.training(), self._updater.adding_gradients(more=more):
             scored = self._policy.backward(microbatches, score, temperature=temperature)
-        self._last_expert_metrics = self._expert_metrics(microbatches)
+        if not more:
+            self._last_expert_metrics = self._expert_metrics(self._passed)
+            self._passed.clear()
         for number, scores_kr in enumerate(scored):
             if number not in outputs:  # another pipeline stage computed the loss; the same scores give the same output
                 outputs[number] = loss_fn(microbatches[number], TokenScores.of(scores_kr))[1]
@@ -234,7 +240,7 @@ class MegatronBackend:
         return self._last_expert_metrics
 
     def _expert_metrics(self, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Metrics of the experts in the pass that has just ended, with the same names on every rank."""
+        """Metrics of the experts in the passes that have just ended, with the same names on every rank."""
         experts, asked = self._setup.shape.experts, self._setup.options.experts
         if experts is None or self._load is None:
             return {}
@@ -359,7 +365,8 @@ def _tensors(chunks: Sequence[nn.Module]) -> ChunkTensors:
 def _data_parallel() -> DataParallel:
     size = parallel_state.get_data_parallel_world_size()
     group = parallel_state.get_data_parallel_group() if size > 1 else None
-    return DataParallel(parallel_state.get_data_parallel_rank(), size, group)
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    return DataParallel(parallel_state.get_data_parallel_rank(), size, group, stages)
 
 
 def _check_layout(chunk: nn.Module, placements: Mapping[str, Any]) -> None:

@@ -67,10 +67,12 @@ class MegatronCritic:
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
         return self._model.logprobs(microbatches, temperature=UNUSED)
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn[Output]) -> list[Output]:
+    def forward_backward(
+        self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn[Output], *, more: bool = False
+    ) -> list[Output]:
         alone = [batch.without_others() for batch in microbatches]
         return self._model.forward_backward(
-            alone, lambda batch, scores: loss_fn(batch, scores.logprobs_r), temperature=UNUSED
+            alone, lambda batch, scores: loss_fn(batch, scores.logprobs_r), temperature=UNUSED, more=more
         )
 
     def gradient_norm(self) -> float:

@@ -6,6 +6,7 @@ parts of the model on all ranks.
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -83,7 +84,10 @@ class Updater:
         )
         self._options = options
         self._ready = False
+        self.has_gradients = False
+        """Whether there has been a backward pass since the last update."""
         self._reduced = False
+        """Whether its gradients are summed over the ranks."""
         self._resting = False
         self._in_host_memory: list[Tensor] = []
         """What `_rest` has moved there."""
@@ -99,21 +103,35 @@ class Updater:
         """The optimizer of the dense parameters, and that of the experts where this rank has any."""
         return [part for part in self._optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
 
-    def expect_gradients(self) -> None:
-        """Prepares for a backward pass. The end of that pass sums the gradients over the ranks, so there is one
-        backward pass for each step. Raises InvalidState for a second one."""
+    @contextmanager
+    def adding_gradients(self, *, more: bool) -> Iterator[None]:
+        """Prepares for a backward pass. The end of a pass without `more` sums the gradients of all passes over the
+        ranks, so it is the last one for an update. Raises InvalidState for a pass after it."""
         if self._reduced:
             raise InvalidState(
                 "there are gradients already, summed over the ranks.", "step the optimizer or clear them first."
             )
-        self._wake()
-        self._biases = [(bias, bias.clone()) for bias in self._router_biases()]
-        self._reduced = True
+        if not self.has_gradients:
+            self._wake()
+            self._biases = [(bias, bias.clone()) for bias in self._router_biases()]
+        self.has_gradients, self._reduced = True, not more
+        with self._kept_on_each_rank() if more else nullcontext():
+            yield
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether there has been a backward pass since the last update."""
-        return self._reduced
+    @contextmanager
+    def _kept_on_each_rank(self) -> Iterator[None]:
+        """Backward passes inside neither sum gradients over the ranks nor finish them: these stay in the buffers, to
+        which later passes add."""
+        config = self._chunks[0].config
+        kept = config.finalize_model_grads_func, config.no_sync_func
+        config.finalize_model_grads_func = config.no_sync_func = None
+        try:
+            with ExitStack() as stack:
+                for chunk in self._chunks:
+                    stack.enter_context(chunk.no_sync())
+                yield
+        finally:
+            config.finalize_model_grads_func, config.no_sync_func = kept
 
     def norm(self) -> float:
         """Norm of the gradients of all parameters, each counted once; the same on every rank."""
@@ -154,7 +172,7 @@ class Updater:
                 chunk.zero_grad_buffer()
             self._optimizer.zero_grad()
             self._rest()
-        self._ready = self._reduced = False
+        self._ready = self._reduced = self.has_gradients = False
 
     def _router_biases(self) -> Iterator[Tensor]:
         for chunk in self._chunks:

@@ -119,7 +119,7 @@ def test_the_error_says_what_held_the_memory_and_what_would_help(
     [
         ("RankBatch", "putting a batch on the device", OutOfMemory),
         ("make_loss_inputs", "computing advantages", OutOfMemory),
-        ("mismatch_by_part", "gathering what the step reports", PartialOutOfMemory),
+        ("batch_metrics", "gathering what the step reports", PartialOutOfMemory),
     ],
 )
 def test_every_part_of_a_step_is_told(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from millrace.errors import MillraceError, NonFinite, Unavailable
+from millrace.spec.passes import needs_whole_batch
 from services.trainer.ranks.event_loop import ControlThread
 from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
@@ -60,6 +61,10 @@ JOBS: dict[str, dict[str, Any]] = {
 EXACT = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/kl_loss", "rollout_corr/kl", "actor/ratio_p99")
 
 
+SIZES: dict[int, tuple[int, ...]] = {1: (), 2: (1, 2, 1), 3: (2, 2)}
+"""By step the groups of its parts, of four groups."""
+
+
 def untimed(metrics: dict[str, float]) -> set[str]:
     """Names of metrics, without those that a part of the step has only if it took long enough."""
     return {name for name in metrics if not name.startswith("perf/mfu/")}
@@ -90,7 +95,8 @@ def test_two_ranks_equal_one(
     tmp_path: Path,
 ) -> None:
     """Relative 2e-6 of loss and gradient norm; with one sample a prompt, one rank has padding in some micro-batches.
-    With `samples` 0 there are episodes, whose trajectories may be on both ranks."""
+    With `samples` 0 there are episodes, whose trajectories may be on both ranks. The two ranks get the second and the
+    third step in parts, if the job allows it."""
     parts, prompts = JOBS[name], 2 if samples == 1 else 4
     trainer = {"token_budget": 64, "optimizer": OPTIMIZER, **parts.get("trainer", {})}
     schedule = {"prompts_per_step": prompts}
@@ -100,8 +106,11 @@ def test_two_ranks_equal_one(
     two_ranks.calls.configure(spec, job=job)
     for number in (1, 2, 3):
         groups = random_groups(prompts, samples, seed=number) if samples else episode_groups(prompts, 3, seed=number)
-        alone, together = step(number, groups), two_ranks.step(number, groups, job)
+        sizes = SIZES[number] if prompts == 4 else (1, 1)
+        sizes = () if needs_whole_batch(spec) else sizes
+        alone, together = step(number, groups), two_ranks.step(number, groups, job, sizes)
         assert untimed(alone) == untimed(together)
+        assert together["batch/parts"] == max(1, len(sizes))
         for metric in EXACT:
             if metric in alone:
                 assert together[metric] == pytest.approx(alone[metric], rel=2e-6, abs=2e-7), (number, metric)

@@ -32,8 +32,9 @@ from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import RanksFailed
 from services.trainer.service.servicer import TrainerService
 from tests.services.trainer.calls import JOB, Calls
-from tests.services.trainer.groups import job_spec, random_groups
+from tests.services.trainer.groups import job_spec, random_groups, refs
 from tests.services.trainer.publication.receiver import reference
+from tests.services.trainer.steps import parts_of
 
 
 class Ranks:
@@ -217,6 +218,83 @@ def test_a_step_is_made_once(ready: Running) -> None:
     ready.calls.step(2, GROUPS, "nowhere:1")
     with pytest.raises(Fenced):
         ready.calls.step(1, GROUPS, "nowhere:1")
+
+
+def parts(step: int, budget: int = 0) -> list[pb.StepRequest]:
+    request = pb.StepRequest(
+        job_id=JOB, step=step, groups=refs(GROUPS), work_address="nowhere:1", token_budget=budget, step_groups=2
+    )
+    return parts_of(request, [1, 1])
+
+
+def test_a_part_is_added_once_and_the_step_that_ends_it_follows_it(ready: Running) -> None:
+    first, last = parts(1)
+    for traceparent in ("", "00-" + "1" * 32 + "-" + "2" * 16 + "-01"):
+        first.traceparent = traceparent  # another span asks again
+        ready.calls.add(first)
+    assert ready.ranks.count(pb.AddPartRequest) == 1 and ready.calls.status().version == 0
+    answer = ready.calls.call(TrainerRpc.Step, last)
+    assert answer.version == 1 and ready.calls.call(TrainerRpc.Step, last) == answer
+    assert ready.ranks.count(pb.StepRequest) == 1
+    assert ready.trainer.trained_tokens == sum(sum(ref.response_tokens) for ref in refs(GROUPS))
+    with pytest.raises(Fenced, match="step 1 .* version 1"):
+        ready.calls.add(first)
+
+
+def test_parts_follow_each_other_and_the_first_begins_anew(ready: Running) -> None:
+    first, last = parts(1)
+    for too_early in (lambda: ready.calls.call(TrainerRpc.Step, last), lambda: ready.calls.add(last)):
+        with pytest.raises(Fenced, match="part 1 of step 1 is not the next: the trainer has 0"):
+            too_early()
+    with pytest.raises(Fenced, match="step 2 .* version 0"):
+        ready.calls.add(parts(2)[0])
+    ready.calls.add(first)
+    ready.calls.add(parts(1, budget=64)[0])
+    assert ready.ranks.count(pb.AddPartRequest) == 2, "another token budget is another part"
+    ready.calls.call(TrainerRpc.Step, parts(1, budget=64)[1])
+
+
+@pytest.mark.parametrize("failing", ["part", "step", "load"])
+def test_after_a_failure_or_a_load_the_step_has_no_parts(failing: str, ready: Running) -> None:
+    first, last = parts(1)
+    ready.calls.add(first)
+    if failing == "load":
+        ready.calls.load("/somewhere")  # version 3
+        first, last = parts(4)
+    else:
+        ready.ranks.error = NonFinite("rewards: nan.", "look at it.")
+        with pytest.raises(NonFinite):
+            if failing == "part":
+                ready.calls.add(last)
+            else:
+                ready.calls.call(TrainerRpc.Step, last)
+    with pytest.raises(Fenced, match="the trainer has 0"):
+        ready.calls.call(TrainerRpc.Step, last)
+    ready.calls.add(first)
+    assert ready.calls.call(TrainerRpc.Step, last).version == first.step
+
+
+def test_weights_are_published_and_saved_between_parts(ready: Running) -> None:
+    first, last = parts(1)
+    ready.calls.add(first)
+    ready.calls.prepare(reference(0), 1, "float32")
+    ready.calls.transfer(reference(0))
+    ready.calls.begin_save("/somewhere")
+    assert ready.calls.call(TrainerRpc.Step, last).version == 1
+
+
+def test_asked_again_it_joins_the_part_in_progress(ready: Running) -> None:
+    """As a coordinator does that died meanwhile. A step that follows the part is refused until it is there."""
+    first, last = parts(1)
+    ready.ranks.gate.clear()
+    callers = [ready.begin(ready.calls.add, first) for _ in range(2)]
+    assert ready.calls.status().state == pb.TRAINER_STATE_STEPPING
+    with pytest.raises(Fenced, match="the trainer has 0"):
+        ready.calls.call(TrainerRpc.Step, last)
+    ready.ranks.gate.set()
+    for caller in callers:
+        caller.result(60)
+    assert ready.ranks.count(pb.AddPartRequest) == 1
 
 
 def test_asked_again_it_joins_the_step_in_progress(ready: Running) -> None:

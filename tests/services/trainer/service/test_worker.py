@@ -14,6 +14,7 @@ from millrace.data import shared_copies
 from millrace.errors import InvalidState, MillraceError, NonFinite, OutOfMemory, PartialStep
 from millrace.memory.ledger import Part
 from millrace.spec import JobSpec
+from services.trainer.protocol.backend import DataParallel
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.world import World
 from services.trainer.service import worker
@@ -27,6 +28,7 @@ class Model:
     parameters = 5
     device = torch.device("cpu")
     critic = None
+    data_parallel = DataParallel(0, 1, None)
 
     def __init__(self) -> None:
         self.itself = self
@@ -133,11 +135,15 @@ def test_a_partial_step_costs_the_weights(
 ) -> None:
     """One of which nothing was written does not."""
 
-    def train_step(*arguments: Any) -> dict[str, float]:
-        raise kind("gradients of the policy: their norm is nan.", "look at it.")
+    class Failing:
+        def __init__(self, *arguments: Any) -> None:
+            self.number, self.parts = 1, ()
+
+        def add(self, request: pb.StepRequest) -> None:
+            raise kind("gradients of the policy: their norm is nan.", "look at it.")
 
     monkeypatch.setattr(worker, "build", lambda *arguments: Model())
-    monkeypatch.setattr(worker, "train_step", train_step)
+    monkeypatch.setattr(worker, "Step", Failing)
     rank = worker_alone()
     rank.configure(pb.ConfigureTrainerRequest(job_id="job-1", spec=job_spec(tmp_path / "model").model_dump_json()))
     with pytest.raises(kind, match="their norm is nan"):

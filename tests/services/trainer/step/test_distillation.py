@@ -23,10 +23,10 @@ from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.step.schedule import KlCoefficient
-from services.trainer.step.step import train_step
 from tests.models import random_model
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
 from tests.services.trainer.groups import episode_groups, job_spec, random_groups, refs
+from tests.services.trainer.steps import train_step
 
 pytestmark = pytest.mark.slow
 TOP = 5

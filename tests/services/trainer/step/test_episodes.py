@@ -25,7 +25,7 @@ from services.trainer.algorithms.aggregation import BatchTotals
 from services.trainer.algorithms.combining import combined
 from services.trainer.protocol.backend import DataParallel, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
-from services.trainer.step.batch import BatchDivision, RankBatch, TrajectoryRef
+from services.trainer.step.batch import BatchDivision, RankBatch, StepShares, TrajectoryRef
 from services.trainer.step.fetch import _sample
 from services.trainer.step.forward_passes import ForwardResults
 from services.trainer.step.loss import ActorLoss, LossOutput
@@ -88,7 +88,7 @@ class Step:
 
     def __init__(self, spec: JobSpec, groups: Groups, token_budget: int = 96) -> None:
         self.spec, parts = spec, list(spec.reward.parts)
-        division = BatchDivision.of(refs(groups), Ranks(), updates=1, token_budget=token_budget)  # type: ignore[arg-type]
+        division = BatchDivision.of(refs(groups), Ranks(), StepShares.of(len(groups), 1), token_budget=token_budget)  # type: ignore[arg-type]
         samples = [_sample(division.trajectories[i], groups[division.trajectories[i].prompt_id], parts)
                    for i in division.indices(0)]  # fmt: skip
         self.batch = RankBatch(division, samples, Ranks.data_parallel, torch.device("cpu"))
@@ -238,7 +238,7 @@ def test_the_tokens_scored_are_the_tokens_sampled(seed: int) -> None:
 def test_a_trajectory_that_is_not_as_announced_is_refused() -> None:
     groups = episode_groups(1, 2, seed=5)
     ((prompt, group),) = groups.items()
-    (ref, *_) = BatchDivision.of(refs(groups), Ranks(), updates=1, token_budget=96).trajectories  # type: ignore[arg-type]
+    (ref, *_) = BatchDivision.of(refs(groups), Ranks(), StepShares.of(len(groups), 1), token_budget=96).trajectories  # type: ignore[arg-type]
     sound = common_pb2.Group.FromString(group.SerializeToString())
 
     def refused(match: str) -> common_pb2.Trajectory:

@@ -33,11 +33,12 @@ from services.trainer.protocol.microbatch import MicroBatch, Sample
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.step import loss_inputs
 from services.trainer.step.schedule import KlCoefficient
-from services.trainer.step.step import UNCHANGED, train_step
+from services.trainer.step.step import UNCHANGED
 from tests.rl import reference_advantages
 from tests.rl.reference_advantages import Answer
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
 from tests.services.trainer.groups import job_spec, random_groups, refs
+from tests.services.trainer.steps import train_step
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import torch
 from millrace.engines import ENGINE_NAMES
 from millrace.sequence_cost import SequenceCost
 from services.trainer.protocol.backend import Backend, DataParallel
-from services.trainer.step.batch import BatchDivision, TrajectoryRef
+from services.trainer.step.batch import BatchDivision, TrajectoryRef, division_metrics
 from services.trainer.step.metrics import mismatch_by_part
 
 VLLM, SGLANG = ENGINE_NAMES.index("vllm"), ENGINE_NAMES.index("sglang")
@@ -42,9 +42,9 @@ def test_tokens_of_the_ranks_in_order_and_balanced() -> None:
     refs = tuple(
         TrajectoryRef(f"0-{number}", 0, number, number, 0, length, length) for number, length in enumerate(lengths)
     )
-    division = BatchDivision(refs, ([[[0], [3]], [[1, 2]]], [[[4]], [[5]]]), token_budget=100)
+    division = BatchDivision(refs, {0: [[[0], [3]], [[1, 2]]], 1: [[[4]], [[5]]]}, token_budget=100)
     backend = SimpleNamespace(cost=SequenceCost(1.0, 0.0), data_parallel=DataParallel(0, 2, None))
-    found = division.metrics(cast(Backend, backend))
+    found = division_metrics([division], cast(Backend, backend))
     assert {name: value for name, value in found.items() if name.startswith("global_seqlen/")} == {
         "global_seqlen/min": 51.0,
         "global_seqlen/max": 60.0,

@@ -23,11 +23,12 @@ from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.service.worker import _response
 from services.trainer.step.loss import ActorLoss, LossOutput
+from services.trainer.step.result import StepResult, shown_groups
 from services.trainer.step.schedule import KlCoefficient
-from services.trainer.step.step import StepResult, shown_groups, train_step
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import episode_groups, job_spec, random_groups, refs
 from tests.services.trainer.step.plain_grpo import Plain, numbered
+from tests.services.trainer.steps import train_step
 
 Groups = dict[str, common_pb2.Group]
 
@@ -148,7 +149,7 @@ def test_shown_groups_have_what_the_losses_read(
 
 
 def test_a_group_that_does_not_fit_is_left_out_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.step.step.MOST_TOKENS", 6)
+    monkeypatch.setattr("services.trainer.step.result.MOST_TOKENS", 6)
     lengths = [2, 2, 1, 1, 2, 1, 1]
     groups = [
         pb.GroupRef(prompt_id="a", response_tokens=[2, 2], shown=True),

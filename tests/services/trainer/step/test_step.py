@@ -17,10 +17,11 @@ from services.trainer.backends import build
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.step.schedule import KlCoefficient, learning_rate
-from services.trainer.step.step import GIVEN_UP, UNCHANGED, train_step
+from services.trainer.step.step import GIVEN_UP, UNCHANGED
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import episode_groups, job_spec, random_groups, refs
 from tests.services.trainer.step.plain_grpo import Plain
+from tests.services.trainer.steps import train_step
 
 Groups = dict[str, common_pb2.Group]
 OPTIMIZER = {"lr": 3e-3, "weight_decay": 0.1, "warmup_steps": 2, "clip_grad_norm": 0.5, "eps": 1e-4}
@@ -223,7 +224,7 @@ def test_a_bad_gradient_names_its_trajectory_and_gives_up_a_partial_step(
     bad = torch.frombuffer(bytearray(groups[prompt_id].trajectories[2].tokens), dtype=torch.int32).long()
     forward_backward = backend.forward_backward
 
-    def overflowing(microbatches: Any, loss_fn: Any, *, temperature: float) -> Any:
+    def overflowing(microbatches: Any, loss_fn: Any, **rest: Any) -> Any:
         def explode(batch: Any, scores: Any) -> Any:
             loss, output = loss_fn(batch, scores)
             for part in batch.targets_r.split(list(batch.sampled_lengths)):
@@ -231,7 +232,7 @@ def test_a_bad_gradient_names_its_trajectory_and_gives_up_a_partial_step(
                     loss = loss + (scores.logprobs_r.sum() * 1e38) * 1e38
             return loss, output
 
-        return forward_backward(microbatches, explode, temperature=temperature)
+        return forward_backward(microbatches, explode, **rest)
 
     monkeypatch.setattr(backend, "forward_backward", overflowing)
     with pytest.raises(PartialStep, match=f"gradients.*prompt {prompt_id}, sample 2") as raised:
