@@ -115,14 +115,21 @@ def milliseconds_per_token(values: Mapping[str, float], groups: Sequence[GroupSu
 
 
 def step_seconds(values: Mapping[str, float], devices: int) -> dict[str, float]:
-    """Duration of a step, the sum of its parts in `values`, and its throughput in tokens a second and device.
+    """Duration of a step, the sum of its parts in `values`, its throughput in tokens a second and device, and the share
+    in which the trainer waited for groups.
 
     `devices` are all of the trainer's and the replicas' together.
     """
     parts = ("timing_s/gen", "timing_s/train", UPDATE_WEIGHTS)
     seconds = sum(values.get(part, 0.0) for part in parts)
     throughput = values.get(TOTAL_TOKENS, 0.0) / max(seconds, 1e-9) / max(devices, 1)
-    return {STEP_SECONDS: seconds, "perf/time_per_step": seconds, "perf/throughput": throughput}
+    idle = values.get("timing_s/gen", 0.0) / max(seconds, 1e-9)
+    return {
+        STEP_SECONDS: seconds,
+        "perf/time_per_step": seconds,
+        "perf/throughput": throughput,
+        "trainer/idle_ratio": idle,
+    }
 
 
 def step_row(

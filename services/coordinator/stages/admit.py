@@ -1,7 +1,6 @@
 """Waits for a step's worth of groups: within the staleness bound, and with a signal where the job asks for one."""
 
 import asyncio
-import time
 from dataclasses import dataclass, field
 
 from millrace import events
@@ -9,6 +8,8 @@ from millrace.drops import DropReason, without_signal
 from millrace.errors import InvalidState
 from millrace.ids import PromptId
 from millrace.telemetry.spans.kinds import SpanKind
+from services.coordinator.stages.batch import Batch
+from services.coordinator.stages.feed import Feed
 from services.coordinator.stages.issue import issue
 from services.coordinator.stages.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.spans import traced
@@ -22,16 +23,6 @@ STALE_ROUNDS = 8
 """A job fails when this many times a step's prompts became stale, without a step in between."""
 REFUSALS_IN_A_ROW = 32
 """A job fails when this many prompts in a row, and at least twice a step's prompts, gave no group."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The groups that a step is trained on."""
-
-    step: int
-    groups: list[GroupSummary]
-    waited_s: float
-    """How long the step waited for its groups."""
 
 
 @dataclass
@@ -48,25 +39,26 @@ class Gathered:
 
 @traced(SpanKind.ADMIT)
 async def admit(run: Run) -> Batch:
-    """The groups of the next step: of those that are complete, the stalest. Groups that came too late are generated
-    again; groups without signal are dropped and replaced, where the job asks for it.
+    """The groups of the next step: of those that are complete, the stalest. The trainer gets parts of them meanwhile,
+    where it can. Groups that came too late are generated again; groups without signal are dropped and replaced, where
+    the job asks for it.
 
-    Raises InvalidState where too many groups are rejected, Unavailable where no replica serves, Cancelled.
+    Raises InvalidState where too many groups are rejected, Unavailable where no replica serves, Cancelled; and what the
+    trainer raises for a part.
     """
-    started, wanted = time.monotonic(), run.spec.schedule.prompts_per_step
     gathered = Gathered()
-    while True:
-        ring = run.components.queue.answered.next()
-        await run.heed()
-        await _look(run, gathered)
-        await _check_failures(run)
-        if len(gathered.admitted) >= wanted:
-            groups = sorted(gathered.admitted.values(), key=lambda summary: min(summary.oldest))[:wanted]
-            return Batch(run.job.step + 1, groups, time.monotonic() - started)
-        await _check(run, gathered)
-        await issue(run)
-        await waited(ring, LOOK_EVERY_S)
-        await asyncio.sleep(GATHER_S)
+    async with Feed.of(run) as feed:
+        while True:
+            ring = run.components.queue.answered.next()
+            await run.heed()
+            await _look(run, gathered)
+            await _check_failures(run)
+            if batch := await feed.take(gathered.admitted, run.spec.schedule.prompts_per_step):
+                return batch
+            await _check(run, gathered)
+            await issue(run)
+            await waited(ring, LOOK_EVERY_S)
+            await asyncio.sleep(GATHER_S)
 
 
 async def _look(run: Run, gathered: Gathered) -> None:

@@ -63,6 +63,7 @@ async def _load(run: Run) -> Version:
     trainer, job = run.components.trainer, run.job
     status = await trainer.status()
     if await holds_job(run, status):
+        run.microbatches_at_once = status.microbatches_at_once
         return Version(status.version)
     source = f"checkpoint {job.checkpoint}" if job.checkpoint else run.spec.model.path
     await run.tell(events.TrainerConfiguring(member=trainer.member.id), f"{trainer.member.id} loads {source}")
@@ -78,6 +79,7 @@ async def _load(run: Run) -> Version:
     finally:
         member.configuring = False
         run.components.fleet.bell.ring()
+    run.microbatches_at_once = answer.microbatches_at_once
     await run.tell(
         events.TrainerConfigured(member=member.id, version=answer.version, warnings=list(answer.warnings)),
         f"{member.id} holds version {answer.version}: {answer.parameters:,} parameters on {answer.world_size} ranks"
@@ -91,7 +93,7 @@ async def holds_job(run: Run, status: trainer_pb2.TrainerStatus) -> bool:
     job, saved = run.job, await run.records.batch()
     usable = status.state not in (trainer_pb2.TRAINER_STATE_FAILED, trainer_pb2.TRAINER_STATE_CONFIGURING)
     ours = (status.job_id, status.configuration) == (job.id, job.configuration)
-    one_further = saved is not None and saved[0] == status.version == job.version + 1
+    one_further = saved is not None and saved.step == status.version == job.version + 1
     return usable and ours and (status.version == job.version or one_further)
 
 
@@ -108,7 +110,7 @@ async def _agree(run: Run, version: Version) -> None:
         message = f"the trainer is back at version {version} of {job.version}; {waiting} prompts are issued again"
         await run.tell(events.JobRewound(version=version, lost=job.version, prompts=waiting), message)
         await run.refresh()
-    elif version > job.version and not (saved and saved[0] == version == job.version + 1):
+    elif version > job.version and not (saved and saved.step == version == job.version + 1):
         what = f"{trainer.member.id} holds version {version} of {job.id}, the ledger is at {job.version}."
         raise MillraceError(what, "restart the trainer: it continues from the last checkpoint.")
     trainer.holds = (job.id, run.job.version) if version <= job.version else None

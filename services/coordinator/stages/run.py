@@ -93,6 +93,8 @@ class Run:
         """Waits for the checkpoint that the trainer is writing."""
         self.trackers: list[Tracker] | None = None
         """Opened when the first row is sent."""
+        self.microbatches_at_once = 0
+        """Micro-batches that keep all ranks of the trainer busy; 0: it takes no step in parts."""
         self._terms = LeaseTerms.of(self.spec)
         self._without_replicas = {name: TimeWithoutReplicas() for name in (ROLLOUT, *(p.name for p in self.spec.pools))}
         self._order: tuple[int, Order] | None = None

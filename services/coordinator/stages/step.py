@@ -1,126 +1,51 @@
 """One training step on one batch, and its entry in the ledger."""
 
 import time
-from dataclasses import replace
 
 from pydantic_core import to_json
 
 from millrace import events
-from millrace.contracts.methods import TrainerRpc
 from millrace.contracts.v1 import trainer_pb2
-from millrace.errors import MillraceError, OutOfMemory
+from millrace.errors import MillraceError
 from millrace.events import TrainingWarning
-from millrace.ids import PromptId
 from millrace.rest import StepMetrics, WarningCause, WarningView
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
-from services.coordinator.fleet.trainer import TrainerLost
 from services.coordinator.observe import histograms, series, training_warnings
 from services.coordinator.observe.samples import samples_in
 from services.coordinator.observe.step_metrics import batch_metrics, mean, milliseconds_per_token, step_row
-from services.coordinator.stages.admit import Batch
-from services.coordinator.stages.configure import holds_job
+from services.coordinator.stages.batch import Batch, finish, keep, shown
 from services.coordinator.stages.run import Run
 from services.coordinator.stages.spans import close_groups, traced
 from services.coordinator.state.failures import TOLD_FROM, Failures
-from services.coordinator.state.group import GroupSummary
 
 
 async def interrupted(run: Run) -> Batch | None:
     """The batch of a step that was sent to the trainer and not marked as trained; None where there is none."""
     saved = await run.records.batch()
-    if saved is None or saved[0] != run.job.step + 1:
+    if saved is None or not saved.complete or saved.step != run.job.step + 1:
         return None
-    return Batch(*saved)
+    return Batch.of(saved)
 
 
 @traced(SpanKind.TRAIN)
 async def step(run: Run, batch: Batch) -> None:
-    """Sends the trainer references to the groups and their lengths, then marks the batch as trained: metrics, samples
-    and ledger at once."""
-    await run.records.set_batch(batch.step, batch.groups, batch.waited_s)
-    trainer, started, began_s = run.components.trainer, time.monotonic(), time.time()
+    """Sends the trainer references to the groups that it does not have yet, and their lengths, then marks the batch as
+    trained: metrics, samples and ledger at once."""
+    await keep(run, batch, complete=True)
+    trainer, started = run.components.trainer, time.monotonic()
     async with trainer.turn:
         trainer.holds = None
-        answer = await _trained(run, batch)
+        answer = await finish(run, batch)
         if answer.version != batch.step:
             what = f"{trainer.member.id} answered step {batch.step} with version {answer.version}."
             raise MillraceError(what, "run the same release of millrace everywhere.")
-        close_groups(run, batch.groups, began_s)
+        for part in batch.parts:
+            close_groups(run, part.groups, part.begun_s)
         with span(SpanKind.MARK):
-            await _mark(run, batch, answer, time.monotonic() - started)
+            await _mark(run, batch, answer, batch.trained_s + time.monotonic() - started)
             await run.refresh()
         trainer.holds = (run.job.id, run.job.version)
-
-
-async def _trained(run: Run, batch: Batch) -> trainer_pb2.StepResponse:
-    """The trainer's answer. Where a rank has no memory left and the job says so, the step is made again with half the
-    token budget. Raises OutOfMemory where that is not possible, and TrainerLost where the trainer had to give up what
-    it holds: the budget is smaller when the step comes again."""
-    trainer = run.components.trainer
-    while True:
-        try:
-            return await trainer.call(TrainerRpc.Step, _request(run, batch))
-        except OutOfMemory as error:
-            await _lower_budget(run, batch, error)
-        if not await holds_job(run, await trainer.status()):
-            raise TrainerLost("the trainer ran out of memory and gave its weights up.")
-
-
-async def _lower_budget(run: Run, batch: Batch, error: OutOfMemory) -> None:
-    """Stores half of the token budget with the job, or the length of the batch's longest sequence where that is more.
-    Raises `error` where the job does not ask for that, or where the budget was no larger."""
-    if run.spec.trainer.on_out_of_memory != "halve_budget":
-        raise error
-    before, longest = _token_budget(run, batch), _longest(batch)
-    lowered = max(before // 2, longest)
-    if lowered >= before:
-        why = f"The token budget of {before:,} cannot be lowered: the longest sequence has {longest:,} tokens."
-        what = f"{error.what} {why}"
-        raise OutOfMemory(what, error.fix) from error
-    await run.components.store.jobs.update(run.job.id, token_budget=lowered)
-    run.job = replace(run.job, token_budget=lowered)
-    told = events.TrainerOutOfMemory(step=batch.step, token_budget_before=before, token_budget=lowered)
-    await run.tell(told, f"{error.what} Step {batch.step} is made again with a token budget of {lowered:,}.")
-
-
-def _token_budget(run: Run, batch: Batch) -> int:
-    """Tokens in a micro-batch: the spec's, or fewer since the trainer ran out of memory. A batch with a sequence of
-    more tokens than those gets a budget of that many: the spec allows such a sequence."""
-    allowed = run.spec.trainer.token_budget
-    return min(allowed, max(run.job.token_budget or allowed, _longest(batch)))
-
-
-def _longest(batch: Batch) -> int:
-    """Tokens of the longest sequence of the batch."""
-    return max((tokens for group in batch.groups for tokens in group.lengths), default=0)
-
-
-def _request(run: Run, batch: Batch) -> trainer_pb2.StepRequest:
-    shown = set(_shown(run, batch))
-    return trainer_pb2.StepRequest(
-        job_id=run.job.id,
-        step=batch.step,
-        groups=[group_ref(group, shown=group.prompt_id in shown) for group in batch.groups],
-        work_address=run.components.work_address,
-        token_budget=_token_budget(run, batch) if run.job.token_budget else 0,
-    )
-
-
-def group_ref(group: GroupSummary, shown: bool = False) -> trainer_pb2.GroupRef:
-    """The group as a step names it. `shown`: its samples are kept for people."""
-    ref = trainer_pb2.GroupRef(prompt_id=group.prompt_id, prompt_tokens=group.prompt_tokens, shown=shown)
-    if group.shapes is None:
-        ref.response_tokens.extend(group.response_tokens)
-        return ref
-    for shape, tokens in zip(group.shapes, group.response_tokens, strict=True):
-        ref.trajectories.add(
-            prompt_tokens=shape.prompt_tokens,
-            response_tokens=tokens,
-            sampled_tokens=shape.sampled_tokens,
-            episode=shape.episode,
-        )
-    return ref
 
 
 async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, seconds: float) -> None:
@@ -143,14 +68,9 @@ async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, second
     await warn(run, row)
 
 
-def _shown(run: Run, batch: Batch) -> list[PromptId]:
-    """Prompts of the batch whose samples are kept for people."""
-    return [group.prompt_id for group in batch.groups[: run.spec.tracking.samples_per_step]]
-
-
 async def _samples(run: Run, batch: Batch, answer: trainer_pb2.StepResponse) -> list[str]:
     told = {group.prompt_id: group for group in answer.shown}
-    found = await samples_in(run.prompts, run.records, _shown(run, batch), batch.step, told)
+    found = await samples_in(run.prompts, run.records, shown(run, batch), batch.step, told)
     return [sample.model_dump_json() for sample in found]
 
 

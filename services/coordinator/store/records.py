@@ -1,5 +1,6 @@
 """A job's records in Redis: events, step metrics, samples, the batch in progress, publications, checkpoints."""
 
+import dataclasses
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,20 @@ class TokenRecord:
     group: bytes
     trained: bytes = b""
     """What the trainer told of these tokens; empty where it told nothing."""
+
+
+@dataclass(frozen=True)
+class StoredBatch:
+    """The batch of the step in progress."""
+
+    step: int
+    groups: list[GroupSummary]
+    waited_s: float
+    """Seconds spent waiting for them."""
+    sizes: list[int]
+    """Groups of each part in which the trainer gets them."""
+    complete: bool
+    """Whether all groups of the step are there."""
 
 
 class Records:
@@ -171,18 +186,20 @@ class Records:
 
     # The batch of the step in progress.
 
-    async def set_batch(self, step: int, batch: Sequence[GroupSummary], waited_s: float) -> None:
-        """Keeps the batch until the step is marked as trained: after a crash the same batch is sent again."""
-        tree = {"step": step, "waited_s": waited_s, "groups": [s.to_json() for s in batch]}
+    async def set_batch(self, batch: StoredBatch) -> None:
+        """Keeps the batch until the step is marked as trained: after a crash the same groups are sent again."""
+        tree = {**dataclasses.asdict(batch), "groups": [s.to_json() for s in batch.groups]}
         await self._redis.do("SET", f"{self._job}:batch", json.dumps(tree))
 
-    async def batch(self) -> tuple[int, list[GroupSummary], float] | None:
-        """Step, groups and the seconds spent waiting for them; None where no step is in progress."""
+    async def batch(self) -> StoredBatch | None:
+        """The batch of the step in progress; None where there is none."""
         found = await self._redis.do("GET", f"{self._job}:batch")
         if found is None:
             return None
         tree = json.loads(found)
-        return int(tree["step"]), [GroupSummary.from_json(s) for s in tree["groups"]], float(tree["waited_s"])
+        groups = [GroupSummary.from_json(s) for s in tree["groups"]]
+        sizes = tree.get("sizes", [len(groups)])  # release 0.1 kept whole batches only
+        return StoredBatch(int(tree["step"]), groups, float(tree["waited_s"]), sizes, tree.get("complete", True))
 
     # Notes of the stages, and reports of publications.
 

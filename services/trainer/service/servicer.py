@@ -146,16 +146,20 @@ class TrainerService(TrainerServicer):
 
     async def AddPart(self, request: pb.AddPartRequest, context: grpc.aio.ServicerContext) -> pb.AddPartResponse:
         job, part = self._configured_for(request.part.job_id), request.part
+        ended = job.last_step is not None and job.last_step[0] == part.step == job.version
+        if ended or self._runs("Step", part.job_id, part.step):
+            return pb.AddPartResponse()  # the step has the part: whoever asks is about to ask for the step
+        if self._runs("AddPart"):
+            await self._lock.wait_until_free()
         job.check_next(part.step)
         content = content_of(part)
-        if self._runs("AddPart", part.job_id, part.step, part.part, content):
-            await self._lock.wait_until_free()
         if job.parts[part.part : part.part + 1] == [content]:
             return pb.AddPartResponse()
         if part.part:
             job.check_parts(part)
         key = CallKey("AddPart", pb.AddPartResponse, (part.job_id, part.step, part.part, content))
-        return await self._lock.run(key, lambda: self._add_part(request, job, content))
+        reason = f"part {part.part} of step {part.step} is added"
+        return await self._take_over(key, lambda: self._add_part(request, job, content), reason)
 
     async def _add_part(self, request: pb.AddPartRequest, job: ConfiguredJob, content: bytes) -> pb.AddPartResponse:
         before, job.parts = job.parts[: request.part.part], []
@@ -168,6 +172,8 @@ class TrainerService(TrainerServicer):
         job = self._configured_for(request.job_id)
         if job.last_step is not None and job.last_step[0] == request.step == job.version:
             return job.last_step[1]
+        if self._runs("AddPart"):
+            await self._lock.wait_until_free()
         job.check_next(request.step)
         key = CallKey("Step", pb.StepResponse, (request.job_id, request.step))
         if request.part and not self._runs("Step", *key.arguments):

@@ -180,6 +180,10 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
         self.stalest = 0
         self.configured: list[str] = []
         self.last: trainer_pb2.StepResponse | None = None
+        self.added: list[trainer_pb2.StepRequest] = []
+        """The parts of the step in progress."""
+        self.parts: dict[int, int] = {}
+        """Number of parts of each step."""
         self.paths: list[int] = []
         """Of every publication that was prepared."""
         self.sent: list[tuple[Content, list[str]]] = []
@@ -207,11 +211,39 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
                 saved = json.loads((Path(request.checkpoint) / "state.json").read_text())
                 self.version = saved["version"]
                 self.trained = {int(step): prompts for step, prompts in saved["trained"].items()}
-        return trainer_pb2.ConfigureTrainerResponse(version=self.version, world_size=1, parameters=8)
+            self.added = []
+        return trainer_pb2.ConfigureTrainerResponse(
+            version=self.version, world_size=1, parameters=8, microbatches_at_once=1
+        )
 
     def _check(self, job_id: str) -> None:
         if job_id != self.job_id:
             raise Fenced(f"the trainer holds {self.job_id or 'no job'}, not {job_id}.")
+
+    async def AddPart(self, request, context):
+        async with self._stepping:
+            part = request.part
+            await self.faults.strike("AddPart", part)
+            self._check(part.job_id)
+            if part.step == self.version and self.last is not None:
+                return trainer_pb2.AddPartResponse()
+            self._check_next(part)
+            if self.added[part.part : part.part + 1] != [part]:
+                self._check_parts(part)
+                await self._fetch(part)
+                await asyncio.sleep(self.step_s / 2)
+                self.added = [*self.added[: part.part], part]
+            await self.faults.strike("AddPartDone", part)
+            return trainer_pb2.AddPartResponse()
+
+    def _check_next(self, request: trainer_pb2.StepRequest) -> None:
+        request.traceparent = ""
+        if request.step != self.version + 1:
+            raise Fenced(f"step {request.step} is not the next: the trainer is at version {self.version}.")
+
+    def _check_parts(self, request: trainer_pb2.StepRequest) -> None:
+        if request.part and len(self.added) != request.part:
+            raise Fenced(f"part {request.part} is not the next: the trainer has {len(self.added)}.")
 
     async def Step(self, request, context):
         async with self._stepping:
@@ -219,12 +251,16 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
             self._check(request.job_id)
             if request.step == self.version and self.last is not None:
                 return self.last
-            if request.step != self.version + 1:
-                raise Fenced(f"step {request.step} is not the next: the trainer is at version {self.version}.")
+            self._check_next(request)
+            self._check_parts(request)
             shown = await self._fetch(request)
             await asyncio.sleep(self.step_s)
             self.version = request.step
-            prompts = [group.prompt_id for group in request.groups]
+            whole = [*self.added[: request.part], request]
+            self.added, self.parts[request.step] = [], len(whole)
+            assert len({(part.token_budget, part.step_groups) for part in whole}) == 1
+            prompts = [group.prompt_id for part in whole for group in part.groups]
+            assert len(prompts) == request.step_groups
             self.trained[request.step] = prompts
             self.every.update(prompts)
             self.last = trainer_pb2.StepResponse(
@@ -335,6 +371,7 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
             configuration=self.configuration,
             version=self.version,
             world_size=1,
+            microbatches_at_once=1 if self.job_id else 0,
         )
 
 

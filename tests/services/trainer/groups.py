@@ -10,7 +10,7 @@ from millrace.contracts.v1 import common_pb2
 from millrace.contracts.v1.trainer_pb2 import GroupRef
 from millrace.spec import JobSpec, parse, received
 from millrace.wire.arrays import pack_logprobs, pack_tokens
-from services.coordinator.stages.step import group_ref
+from services.coordinator.stages.batch import group_ref
 from services.coordinator.state.group import GroupSummary
 
 BYTES = 256

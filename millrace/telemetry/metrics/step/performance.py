@@ -15,6 +15,12 @@ PERFORMANCE = (
         COORDINATOR,
         "`perf/total_num_tokens` / `timing_s/step` / number of devices, those of the replicas included.",
     ),
+    StepMetric(
+        "trainer/idle_ratio",
+        Unit.SHARE,
+        COORDINATOR,
+        "`timing_s/gen` / `timing_s/step`: the share of the step in which the trainer waited for groups.",
+    ),
     StepMetric("perf/mfu/actor", Unit.SHARE, TRAINER, "Model FLOPs utilisation of the policy's updates."),
     StepMetric("perf/mfu/actor_infer", Unit.SHARE, TRAINER, "Of the policy's forward pass before the updates."),
     StepMetric("perf/mfu/ref", Unit.SHARE, TRAINER, "Of the reference's forward pass."),

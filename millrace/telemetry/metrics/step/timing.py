@@ -18,8 +18,14 @@ TIMING = (
         COORDINATOR,
         "The whole step: the sum of `timing_s/gen`, `timing_s/train` and `timing_s/update_weights`.",
     ),
-    StepMetric("timing_s/gen", SECONDS, COORDINATOR, "Waiting until enough groups for the step were complete."),
-    StepMetric("timing_s/train", SECONDS, COORDINATOR, "The trainer's step, seen from the coordinator."),
+    StepMetric(
+        "timing_s/gen",
+        SECONDS,
+        COORDINATOR,
+        "Waiting until enough groups for the step were complete; with `trainer.streaming` without the time in which the"
+        " trainer worked on parts of them.",
+    ),
+    StepMetric("timing_s/train", SECONDS, COORDINATOR, "The trainer's step, all its parts, seen from the coordinator."),
     StepMetric(UPDATE_WEIGHTS, SECONDS, COORDINATOR, "The publication of the new weights, failed attempts included."),
     StepMetric(TESTING, SECONDS, COORDINATOR, "The evaluation on held-out prompts, where one was due."),
     StepMetric("timing_s/save_checkpoint", SECONDS, COORDINATOR, "How long the job waited for a checkpoint."),

@@ -123,6 +123,7 @@ def test_a_row_keeps_what_it_had_and_refuses_what_nobody_declared() -> None:
     values = step_row(3, seconds, earlier=row.values).values
     assert values["training/global_step"] == 3.0 and values["actor/ours"] == 1.0
     assert (values["timing_s/step"], values["perf/time_per_step"], values["perf/throughput"]) == (4.0, 4.0, 10.0)
+    assert values["trainer/idle_ratio"] == 0.25
     with pytest.raises(UndeclaredMetric, match="perf/invented"):
         step_row(3, {"perf/invented": 1.0})
     with pytest.raises(UndeclaredMetric, match="perf/invented"):

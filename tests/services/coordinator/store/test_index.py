@@ -19,6 +19,7 @@ from services.coordinator.state.group import GroupSummary
 from services.coordinator.state.waiting import CurrentJob
 from services.coordinator.store import Store
 from services.coordinator.store.connection import text
+from services.coordinator.store.records import StoredBatch
 from tests.services.coordinator.redis import a_job, queued, with_store
 
 
@@ -115,7 +116,7 @@ async def _with_everything(store: Store, job_id: JobId) -> None:
     await records.set_rows(StepMetrics(step=1, time_s=1.0, values={}))
     sample = dict.fromkeys(("prompt_id", "purpose", "prompt", "answer", "ground_truth", "stop_reason", "member"), "")
     await records.add_samples([SampleView(**sample, step=1, reward=1.0, reward_failure=None, tokens=1, versions=[0])])
-    await records.set_batch(1, [], 0.0)
+    await records.set_batch(StoredBatch(1, [], 0.0, [], True))
     await records.set_note("saving", {})
     await records.add_publication({})
     await records.add_checkpoint(1, {"path": "/out"})
