@@ -32,7 +32,8 @@ REST = """# REST API
 This page comes from the coordinator's OpenAPI document.
 
 The coordinator serves it at port 7700; `/openapi.json` is the document itself, `/docs` a page to try it. Where the
-services share a token, every path under `/v1` wants it as `Authorization: Bearer TOKEN`. An error is a problem document
+services share a token, every path under `/v1` wants it, or a user's, as `Authorization: Bearer TOKEN`
+([security.md](security.md#users-tokens-and-roles) has the roles). An error is a problem document
 (RFC 9457) with its `fix`. A job spec is described in [job.md](job.md), an event in [events.md](events.md)."""
 CLIENT = """# Python client
 

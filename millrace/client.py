@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from millrace import errors
 from millrace.events import Event
@@ -42,6 +42,7 @@ from millrace.rest import (
 )
 from millrace.rest.diagnosis import DiagnosisView
 from millrace.rest.timeline import TimelineView
+from millrace.rest.users import AuditView, NewToken, Role, UserView
 
 if TYPE_CHECKING:
     import httpx
@@ -234,6 +235,31 @@ class Client:
         """The newest lines, at most 200, that a member has logged; `coordinator` names the coordinator itself. Raises
         NotFound, and Unavailable where the member does not answer."""
         return self._view(LogView, "GET", f"/v1/fleet/{member_id}/log?lines={lines}")
+
+    # Users, for admins.
+
+    def users(self) -> list[UserView]:
+        """All users, with the ids of their tokens."""
+        return self._views(UserView, "/v1/users")
+
+    def add_user(self, name: str, role: Role = Role.SUBMIT) -> NewToken:
+        """Adds a user; returns its first token, which is told only here. Raises InvalidState for a name that is
+        taken."""
+        return self._view(NewToken, "POST", "/v1/users", json={"name": name, "role": role})
+
+    def remove_user(self, name: str) -> UserView:
+        """Removes a user; its tokens end at once, its jobs go on. Raises NotFound."""
+        return self._view(UserView, "DELETE", f"/v1/users/{quote(name, safe='')}")
+
+    def new_token(self, name: str, role: Role | None = None, *, replace: bool = False) -> NewToken:
+        """Makes another token of a user, with the user's role or a lower one. `replace`: the user's other tokens end.
+        Raises NotFound, and InvalidState for a role that is higher than the user's."""
+        asked = {"role": role, "replace": replace}
+        return self._view(NewToken, "POST", f"/v1/users/{quote(name, safe='')}/tokens", json=asked)
+
+    def audit(self, limit: int = 100) -> list[AuditView]:
+        """The newest requests that changed something or were not allowed, the last one first."""
+        return self._views(AuditView, "/v1/audit", limit=limit)
 
     def ready(self) -> bool:
         """Whether the coordinator can take jobs: it runs and reaches its Redis. Asks only once."""

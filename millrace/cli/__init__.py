@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from millrace.cli import compare, doctor, jobs, logs, plan, show, stack, top, validate
+from millrace.cli import compare, doctor, jobs, logs, plan, show, stack, top, users, validate
 from millrace.errors import InvalidState
 from millrace.service_process import VersionOption
 from millrace.software import how_to_install
@@ -85,3 +85,4 @@ app.command("resume", rich_help_panel=JOBS)(jobs.resume)
 app.command("cancel", rich_help_panel=JOBS)(jobs.cancel)
 app.command("fleet", rich_help_panel=JOBS)(jobs.fleet)
 app.command("drain", rich_help_panel=JOBS)(jobs.drain)
+app.add_typer(users.app, name="users", rich_help_panel=JOBS)

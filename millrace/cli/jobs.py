@@ -116,14 +116,16 @@ def jobs(
     more, found = not every and len(found) > limit, found if every else found[:limit]
     if as_json:
         return print_json(found)
-    rows = table("JOB", "NAME", "STATE", ">STEP", ">REWARD", ">HELD-OUT", ">AGE", ">QUEUED", ">RAN", "WAITS FOR")
+    of_users = ["USER"] if any(job.user for job in found) else []
+    columns = ("STATE", ">STEP", ">REWARD", ">HELD-OUT", ">AGE", ">QUEUED", ">RAN", "WAITS FOR")
+    rows = table("JOB", "NAME", *of_users, *columns)
     for job in found:
         age = duration(time.time() - job.created_s)
         queued, took = duration(job.queued_s), duration(job.ran_s) if job.ran_s else "–"
         step = f"{job.step}/{job.steps or '?'}"
         waits = job.waiting.reason.replace("_", " ") if job.waiting else ""
         figures = (step, number(job.reward), held_out(job), age, queued, took)
-        rows.add_row(job.id, escape(job.name), styled(job.status), *figures, waits)
+        rows.add_row(job.id, escape(job.name), *([job.user] if of_users else []), styled(job.status), *figures, waits)
     console = people()
     nothing = "There are no jobs. Submit one with `millrace submit job.yaml`."
     if state is not None or tag is not None:

@@ -138,6 +138,7 @@ class JobSummary(BaseModel):
     finished_s: float | None = Field(None, description="Unix time of the end.")
     tags: list[str] = Field([], description="Words by which the job is found again, as they are now.")
     notes: str = Field("", description="What people noted about the job.")
+    user: str = Field("", description="Who submitted it; empty where that was without a token.")
     checkpoint: str | None = Field(None, description="Folder of the last checkpoint.")
     report: str | None = Field(None, description="Path of the report that a finished job leaves in its output folder.")
     failure: str | None = Field(None, description="Why the job failed.")
@@ -353,7 +354,7 @@ class ProblemType(StrEnum):
     UNAUTHORIZED = "urn:millrace:problem:unauthorized"
     """The token is missing or wrong."""
     FORBIDDEN = "urn:millrace:problem:forbidden"
-    """The request comes from a web page of another site."""
+    """The request comes from a web page of another site, or the role of its token does not allow it."""
     REQUEST_TIMEOUT = "urn:millrace:problem:request-timeout"
     """The body was not sent in time."""
     CONTENT_TOO_LARGE = "urn:millrace:problem:content-too-large"

@@ -270,6 +270,7 @@ export interface JobSummary {
   finished_s: number | null;
   tags: string[];
   notes: string;
+  user: string;
   checkpoint: string | null;
   report: string | null;
   failure: string | null;
@@ -299,6 +300,7 @@ export interface JobView {
   finished_s: number | null;
   tags: string[];
   notes: string;
+  user: string;
   checkpoint: string | null;
   report: string | null;
   failure: string | null;

@@ -16,6 +16,7 @@ from millrace.errors import InvalidJob, InvalidState, Mistake, wrong_value
 from millrace.events import JobWaiting
 from millrace.ids import JobId, new_job_id
 from millrace.rest import JobState, WaitingFor
+from millrace.rest.users import FLEET
 from millrace.spec import JobSpec, parse
 from millrace.spec.document import merged
 from millrace.telemetry.spans.context import TraceContext
@@ -99,15 +100,17 @@ class Control:
         self._admitting = asyncio.Lock()
         """Held while the output folder of a job is compared with those of all others, until the job is queued."""
 
-    async def submit(self, tree: Any, idempotency_key: str) -> tuple[JobRecord, bool]:
-        """Checks a job spec, given as plain mappings, and queues the job. Returns the job, and whether it is new: a
-        reused `idempotency_key` returns the earlier job.
+    async def submit(self, tree: Any, idempotency_key: str, user: str = "") -> tuple[JobRecord, bool]:
+        """Checks a job spec, given as plain mappings, and queues the job, which belongs to `user`. Returns the job, and
+        whether it is new: an `idempotency_key` that this user has used before returns the job of then.
 
         An `output` folder belongs to one job, so that no job replaces the checkpoints of another.
 
         Raises InvalidJob, and InvalidState for a key that was used with another spec.
         """
         began_s, job_id = time.time(), new_job_id()
+        if idempotency_key and user not in ("", FLEET):
+            idempotency_key = f"{user}/{idempotency_key}"
         asked = with_output(parse(tree), job_id)
         folder = await asyncio.to_thread(os.path.realpath, asked.output)
         new = not await self._store.jobs.knows(idempotency_key)
@@ -122,6 +125,7 @@ class Control:
             folder=folder,
             tags_json=json.dumps(spec.tags),
             notes=spec.notes,
+            user=user,
         )
         async with self._admitting:
             if not await self._store.jobs.knows(idempotency_key) and (used := await self._used(spec.output, folder)):
@@ -142,7 +146,7 @@ class Control:
         """Adds an event where the job's turn comes after that of another one."""
         first = self._turn.job
         if first is not None and first.id != job.id:
-            message = f"waits: its turn comes after {first.id} ({first.name})"
+            message = f"waits: its turn comes after {first.named_for(job)}"
             await self._events.add(job.id, JobWaiting(reason=WaitingFor.EARLIER_JOB), message)
 
     async def note(self, job_id: str, tags: Sequence[str] | None, notes: str | None) -> JobRecord:

@@ -4,6 +4,7 @@ import os
 import socket
 
 from fastapi import Depends, FastAPI, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
 from redis.exceptions import RedisError
 
@@ -14,9 +15,10 @@ from millrace.wire.tls import scheme
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.waiting import JobViews
 from services.coordinator.rest import callers as callers
-from services.coordinator.rest import fleet, jobs, pages, reading, timeline
-from services.coordinator.rest.middleware import MOST_REQUESTS, InProgress, Timed
+from services.coordinator.rest import fleet, jobs, pages, reading, timeline, users
+from services.coordinator.rest.middleware import MOST_REQUESTS, Audited, InProgress, Timed
 from services.coordinator.rest.problems import install
+from services.coordinator.rest.roles import check_table
 from services.coordinator.rest.schema import CALLERS, EVERYWHERE, Application, Responses, error_responses
 from services.coordinator.stages.run import Components
 
@@ -49,10 +51,12 @@ def application(components: Components, control: Control, views: JobViews, name:
         title="Millrace", version=__version__, description=ABOUT, docs_url=None, redoc_url=None, responses=EVERYWHERE
     )
     install(app)
+    app.add_middleware(Audited, log=components.store.audit)
     app.add_middleware(InProgress, most=MOST_REQUESTS)
     app.add_middleware(Timed, observe=components.prometheus.requested)
     secret = token()
-    allowed = [Depends(callers.bearer(secret))]
+    allowed = [Depends(callers.bearer(secret, components.store.users))]
+    app.state.index = components.store.index
     if not secret:
         names = (name, os.environ.get("MILLRACE_HOST", ""), socket.gethostname())
         allowed.append(Depends(callers.no_foreign_page(names)))
@@ -62,6 +66,18 @@ def application(components: Components, control: Control, views: JobViews, name:
     app.include_router(timeline.routes(components.store, components.spans), dependencies=allowed, responses=CALLERS)
     app.include_router(fleet.routes(components.fleet, components.queue), dependencies=allowed, responses=CALLERS)
     app.include_router(reading.routes(), dependencies=allowed, responses=CALLERS)
+    app.include_router(
+        users.routes(components.store.users, components.store.audit), dependencies=allowed, responses=CALLERS
+    )
+    check_table(
+        {
+            (method, route.path)
+            for route in app.routes
+            if isinstance(route, APIRoute)
+            for method in route.methods
+            if route.path.startswith("/v1/")
+        }
+    )
     _operations(app, components)
     pages.add(app)
     pages.add_page(app)

@@ -9,9 +9,11 @@ from typing import Annotated, Any
 from fastapi import Depends, Path, Request
 
 from millrace.errors import InvalidJob
+from millrace.rest.users import Role
 from millrace.spec.document import UNREADABLE, Document
 from millrace.validation.kinds import kind_of
 from services.coordinator.rest.problems import ContentTooLarge, RequestTimeout, UnsupportedMediaType
+from services.coordinator.rest.roles import Caller
 from services.coordinator.state.job import no_such_job
 
 MAX_BYTES = 16 << 20
@@ -82,10 +84,15 @@ JOB_ID = r"^job-[0-9a-f]{12}$"
 LARGEST_STEP = 2**31 - 1
 
 
-async def _id(job_id: Annotated[str, Path(json_schema_extra={"pattern": JOB_ID})]) -> str:
-    """A job's id. The store makes keys of it, so nothing else may get there."""
+async def _id(request: Request, job_id: Annotated[str, Path(json_schema_extra={"pattern": JOB_ID})]) -> str:
+    """The id of a job that the caller may know of. The store makes keys of it, so nothing else may get there."""
     if not re.fullmatch(JOB_ID, job_id):
         raise no_such_job(job_id)
+    caller: Caller = request.state.caller
+    if caller.role is not Role.ADMIN:
+        found = await request.app.state.index.without_specs([job_id])
+        if not found or not caller.sees(found[0].user):
+            raise no_such_job(job_id)
     return job_id
 
 

@@ -1,26 +1,44 @@
-"""Who may call the REST API: callers with the token. Without a token everybody may, except web pages of other sites."""
+"""Who calls the REST API, and whether the caller may: users with tokens, and whoever has the token of the services, who
+is an admin. Without a token of the services everybody is, except web pages of other sites."""
 
 import hmac
 import ipaddress
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Annotated
 
 from fastapi import Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from millrace.rest.users import FLEET, Role
 from services.coordinator.rest.problems import Forbidden, Unauthorized
+from services.coordinator.rest.roles import ROLES, Caller
+from services.coordinator.store.users import Users
 
 
-def bearer(expected: str) -> Callable[..., None]:
-    """A FastAPI dependency that checks the token. `expected` is the secret of the services; empty: there is none.
+def bearer(expected: str, users: Users) -> Callable[..., Awaitable[None]]:
+    """A FastAPI dependency that finds out who calls, then `request.state.caller`, and whether the caller's role allows
+    the request. `expected` is the secret of the services; empty: there is none.
 
-    It raises Unauthorized.
+    It raises Unauthorized, Forbidden.
     """
-    scheme = HTTPBearer(auto_error=False, description="MILLRACE_TOKEN, where the coordinator has one.")
+    scheme = HTTPBearer(auto_error=False, description="A user's token, or MILLRACE_TOKEN of the services.")
 
-    def check(given: Annotated[HTTPAuthorizationCredentials | None, Security(scheme)]) -> None:
-        if expected and not hmac.compare_digest((given.credentials if given else "").encode(), expected.encode()):
-            raise Unauthorized("the token is missing or wrong.", "send `Authorization: Bearer <token>`.")
+    async def check(request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Security(scheme)]) -> None:
+        caller = await _caller(given.credentials if given else "")
+        request.state.caller = caller
+        needed = ROLES[request.method, request.scope["route"].path]
+        if not caller.role.allows(needed):
+            what = f"{request.method} {request.url.path}: needs the role {needed}, and this token has {caller.role}."
+            raise Forbidden(what, "ask an admin for a token with that role: `millrace users token NAME`.")
+
+    async def _caller(token: str) -> Caller:
+        if not expected:
+            return Caller("", Role.ADMIN)
+        if hmac.compare_digest(token.encode(), expected.encode()):
+            return Caller(FLEET, Role.ADMIN)
+        if (found := await users.find(token)) is not None:
+            return Caller(found.user, found.role, found.token)
+        raise Unauthorized("the token is missing or wrong.", "send `Authorization: Bearer <token>`.")
 
     return check
 

@@ -12,6 +12,7 @@ from millrace.admission.advice import advice
 from millrace.errors import InvalidJob
 from millrace.events import Event, JobMoved
 from millrace.rest import JobPage, JobState, JobView, LedgerView, SampleView, StepMetrics
+from millrace.rest.users import Role
 from millrace.spec.job import Notes
 from millrace.validation.mistakes import explain
 from services.coordinator.jobs.control import Control
@@ -21,6 +22,7 @@ from services.coordinator.observe.events import Events
 from services.coordinator.rest import bodies
 from services.coordinator.rest.bodies import LARGEST_STEP, Id
 from services.coordinator.rest.reading import add_samples, add_series, add_spec
+from services.coordinator.rest.roles import Caller
 from services.coordinator.rest.schema import (
     BODY_ERRORS,
     CHANGES_BODY,
@@ -65,23 +67,25 @@ def routes(store: Store, control: Control, views: JobViews, events: Events) -> A
         """Submits a job: a job spec as JSON or YAML. The spec and the files that it names are checked; a spec that
         cannot run is refused with every mistake and its fix. A second call with the same `Idempotency-Key` submits
         nothing: it answers the job of the first call, with status 200."""
-        job, new = await control.submit(await bodies.tree(request), idempotency_key)
+        job, new = await control.submit(await bodies.tree(request), idempotency_key, request.state.caller.user)
         response.status_code = 201 if new else 200
         response.headers["Location"] = f"/v1/jobs/{job.id}"
         return views.of(job).model_copy(update={"advice": advice(job.spec)})
 
     @router.get("")
     async def list_jobs(
+        request: Request,
         state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
         tag: Annotated[str | None, Query(max_length=50, description="Only jobs with this tag.")] = None,
         limit: Annotated[int, Query(ge=1, le=500, description="Most jobs on this page.")] = 50,
         cursor: Annotated[str, Query(pattern=CURSOR, description="`next` of the page before.")] = "",
     ) -> JobPage:
-        """One page of the list of jobs, the newest first, without their specs."""
-        if tag is None:
+        """One page of the list of the caller's jobs, the newest first, without their specs; an admin's has all jobs."""
+        caller: Caller = request.state.caller
+        if tag is None and caller.role is Role.ADMIN:
             page = await store.index.page(limit, state, cursor)
         else:
-            page = await store.index.tagged(tag, limit, state, cursor)
+            page = await store.index.chosen(lambda job: caller.sees(job.user) and job.has(tag), limit, state, cursor)
         return JobPage(jobs=[views.summary(job) for job in page.jobs], next=page.next, total=page.total)
 
     @router.get("/{job_id}")

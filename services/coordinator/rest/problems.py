@@ -49,7 +49,7 @@ class Unauthorized(Refused):
 
 
 class Forbidden(Refused):
-    """The request comes from a web page that may not ask this coordinator."""
+    """The caller may not ask this: a web page of another site, or a token with a lower role."""
 
     status, type = HTTPStatus.FORBIDDEN, ProblemType.FORBIDDEN
 

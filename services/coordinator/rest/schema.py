@@ -100,7 +100,7 @@ EVERYWHERE = error_responses({405: "The path does not take this method."})
 CALLERS = error_responses(
     {
         401: "The token is missing or wrong.",
-        403: "The request comes from a web page of another site.",
+        403: "The role of the token does not allow it, or the request comes from a web page of another site.",
         429: "Too many requests are in progress.",
         503: "Redis does not answer.",
     }

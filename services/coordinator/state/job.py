@@ -126,6 +126,8 @@ class JobRecord:
     """A list of WarningView."""
     tags_json: str = "[]"
     notes: str = ""
+    user: str = ""
+    """Who submitted it; empty where that was without a token."""
     wanted: Wanted = Wanted.NOTHING
     folder: str = ""
     """The output folder without symbolic links, as it was at the submission. Jobs are indexed by it."""
@@ -149,6 +151,14 @@ class JobRecord:
     def warnings(self) -> list[WarningView]:
         """What the job was warned of, oldest first."""
         return [WarningView.model_validate(tree) for tree in json.loads(self.warnings_json)]
+
+    def has(self, tag: str | None) -> bool:
+        """Whether the job has the tag; None: any job does."""
+        return tag is None or tag in json.loads(self.tags_json)
+
+    def named_for(self, other: "JobRecord") -> str:
+        """This job as the user of another one is told of it."""
+        return f"{self.id} ({self.name})" if self.user == other.user else "a job of another user"
 
     @property
     def output(self) -> str:
@@ -185,6 +195,7 @@ class JobRecord:
             finished_s=self.finished_s,
             tags=json.loads(self.tags_json),
             notes=self.notes,
+            user=self.user,
             checkpoint=self.checkpoint,
             report=self.report,
             failure=self.failure,

@@ -24,7 +24,7 @@ def waits_for(
     if job.state is JobState.PAUSED:
         return WaitingView(reason=WaitingFor.RESUME, message=f"it is paused: `millrace resume {job.id}` continues it")
     if job.state is JobState.QUEUED and turn is not None and turn.id != job.id:
-        message = f"its turn comes after {turn.id} ({turn.name})"
+        message = f"its turn comes after {turn.named_for(job)}"
         return WaitingView(reason=WaitingFor.EARLIER_JOB, message=message)
     if trainer is None:
         return WaitingView(reason=WaitingFor.TRAINER, message="no trainer is connected")

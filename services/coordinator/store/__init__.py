@@ -10,6 +10,7 @@ from services.coordinator.store.jobs import Jobs
 from services.coordinator.store.members import DeathRecords, Members
 from services.coordinator.store.prompts import Prompts, Refusals
 from services.coordinator.store.records import Records
+from services.coordinator.store.users import AuditLog, Users
 
 __all__ = [
     "Prompts",
@@ -31,6 +32,8 @@ class Store:
         self.jobs = Jobs(self.connection)
         self.index = JobIndex(self.connection)
         self.members = Members(self.connection)
+        self.users = Users(self.connection)
+        self.audit = AuditLog(self.connection)
         self._generation = 0
 
     def prompts(self, job_id: JobId, purpose: Purpose = Purpose.TRAIN) -> Prompts:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ OUTPUT = "millrace:output:"
 FIELDS = tuple(name for name in JobRecord.__dataclass_fields__ if name != "spec_json")
 """Fields of the jobs in a list."""
 NAMES = tuple(name.encode() for name in FIELDS)
-TAGGED_AT_ONCE = 500
+LOOKED_AT_ONCE = 500
 AT_ONCE = 100
 """Jobs that one command reads, indexes or looks up."""
 
@@ -46,14 +46,16 @@ class JobIndex:
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
 
-    async def tagged(self, tag: str, limit: int, state: JobState | None = None, cursor: str = "") -> Page:
-        """As `page`, of the jobs with this tag. All jobs are looked at."""
-        found, page = list[JobRecord](), await self.page(TAGGED_AT_ONCE, state)
+    async def chosen(
+        self, wanted: Callable[[JobRecord], bool], limit: int, state: JobState | None = None, cursor: str = ""
+    ) -> Page:
+        """As `page`, of the jobs that are wanted. All jobs are looked at."""
+        found, page = list[JobRecord](), await self.page(LOOKED_AT_ONCE, state)
         while True:
-            found += [job for job in page.jobs if tag in json.loads(job.tags_json)]
+            found += [job for job in page.jobs if wanted(job)]
             if page.next is None:
                 break
-            page = await self.page(TAGGED_AT_ONCE, state, page.next)
+            page = await self.page(LOOKED_AT_ONCE, state, page.next)
         left = [job for job in found if not cursor or job.created_s < float(cursor)]
         return Page(left[:limit], repr(left[limit - 1].created_s) if len(left) > limit else None, len(found))
 
