@@ -9,8 +9,9 @@ from millrace.contracts.v1 import weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.ids import Version
 from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
-from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
+from millrace.weights.transfer.channels.gloo import GlooChannel
 from millrace.weights.transfer.checksum import checksum
+from millrace.weights.transfer.store import serve_store
 from services.rollout.weights.transfer_request import TransferRequest
 
 TIMEOUT_S = 30.0

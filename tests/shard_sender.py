@@ -15,11 +15,11 @@ from millrace.weights.plans.layout import Layout, Place, row_major_strides
 from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.channel import Channel, ChannelMessage, PendingExchange
-from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.weights.transfer.channels.rendezvous import Rendezvous
 from millrace.weights.transfer.delta.exchange import SendingDeltas, Snapshot
 from millrace.weights.transfer.pipeline import SendPipeline, TransferTimes
 from millrace.weights.transfer.session import PublicationSession
+from millrace.weights.transfer.store import serve_store
 from services.rollout.weights.transfer_request import TransferRequest
 
 TIMEOUT_S = 30.0

@@ -26,8 +26,10 @@ ORDER = {
         client hub lora
         spec
         events service_process trackers
-        backends engines environments rest wire
-        descriptors rewards rl telemetry weights
+        backends engines environments rest
+        descriptors rewards rl weights
+        wire
+        telemetry
         contracts sandbox validation
         simulation
         drops errors ids sequence_cost software imports

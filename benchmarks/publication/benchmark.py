@@ -18,7 +18,7 @@ from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.weights.plans.manifest import Content, Manifest
 from millrace.weights.plans.sharded import ShardedPlan
-from millrace.weights.transfer.channels.gloo import serve_store
+from millrace.weights.transfer.store import serve_store
 from services.rollout.engine import Sampling
 from services.rollout.engines import create
 from services.rollout.weights.receiver import PublicationReceiver

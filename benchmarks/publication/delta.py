@@ -38,11 +38,11 @@ from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.sharded import plan
-from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, join, nccl_id
 from millrace.weights.transfer.checksum import checksum
 from millrace.weights.transfer.delta.exchange import ReceivingDeltas, SendingDeltas, Snapshot
 from millrace.weights.transfer.pipeline import ReceivePipeline, SendPipeline
+from millrace.weights.transfer.store import serve_store
 from tests.hosts.network import DEVICE, Host, Network
 
 LIMIT_S = 300.0

@@ -4,7 +4,6 @@ deadline."""
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import structlog
@@ -13,6 +12,7 @@ from torch.distributed import TCPStore
 from millrace.errors import OutOfMemory, PublicationFailed
 from millrace.weights.transfer.channels.channel import Channel
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, interruptible, join
+from millrace.weights.transfer.store import connect_store
 
 log = structlog.get_logger(__name__)
 Result = TypeVar("Result")
@@ -107,7 +107,7 @@ class PublicationSession:
         if self._store is None or self._store[:2] != (rendezvous.host, rendezvous.port):
             host, port, limit_s = rendezvous.host, rendezvous.port, min(CONNECT_S, rendezvous.timeout_s)
             what = f"the store of communicator {rendezvous.key} at {host}:{port}"
-            store = interruptible(what, lambda: connect(host, port, limit_s), self._new_failure)
+            store = interruptible(what, lambda: connect_store(host, port, limit_s), self._new_failure)
             self._store = (host, port, store)
         return self._store[2]
 
@@ -139,13 +139,6 @@ POLL_EVERY_S = 0.1
 SEND_S = 0.5
 """How long a failing rank waits for its signal to be stored: a store on a host that hangs never answers."""
 _KEY = "alarm"
-
-
-def connect(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A client of the store at `host`:`port`, for failure signals only: a client that waits for another key blocks all
-    other calls on it. Raises RuntimeError where the store does not answer within `timeout_s`."""
-    limit = timedelta(seconds=timeout_s)
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
 
 
 class FailureSignal:

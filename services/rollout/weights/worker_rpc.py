@@ -1,7 +1,8 @@
 """Calls from a replica into its engine's worker processes: frames on a socket, answered by a thread in each.
 
 On one host it is a Unix socket that only the replica's user can open. Where the engine lies on several hosts, it is a
-TCP socket, and a worker shows the secret that it was told with the address.
+TCP socket, by mutual TLS where the replica has an identity, and a worker shows the secret that it was told with the
+address.
 
 An engine's own call into its workers waits for the batch that runs, which is one step of generation each time, and
 SGLang's returns only one rank's success. This one does not wait, except for methods that have to run between batches.
@@ -27,6 +28,8 @@ import structlog
 from millrace.errors import Unavailable
 from millrace.local.sockets import short_root
 from millrace.wire.address import bind_address
+from millrace.wire.tls import Use, server_context
+from millrace.wire.tls.tunnel import way_to
 from services.rollout.weights.worker_messages import (
     Introduction,
     Reply,
@@ -77,7 +80,8 @@ class WorkerRpc:
         other hosts reach this one; empty if there are none."""
         if host:
             self._secret = secrets.token_hex(16)
-            self._server = await asyncio.start_server(self._accept, bind_address(host), 0)
+            tls = server_context(Use.MEMBERS)
+            self._server = await asyncio.start_server(self._accept, bind_address(host), 0, ssl=tls)
             return f"{TCP}{self._secret}@{host}:{self._server.sockets[0].getsockname()[1]}"
         self._folder = tempfile.TemporaryDirectory(prefix="millrace-", dir=short_root())  # open to its owner only
         path = str(Path(self._folder.name) / "workers")
@@ -209,7 +213,7 @@ def _connect(place: str) -> tuple[socket.socket, str]:
             return connection, ""
         secret, _, address = place.removeprefix(TCP).partition("@")
         host, _, port = address.rpartition(":")
-        connection = socket.create_connection((host.strip("[]"), int(port)), INTRODUCE_S)
+        connection = socket.create_connection(way_to(host, int(port), INTRODUCE_S), INTRODUCE_S)
     except OSError as error:
         what = f"this worker cannot reach its replica: {error}."
         raise Unavailable(what, "let the hosts of one replica reach each other on all ports.") from error

@@ -21,8 +21,9 @@ from millrace.errors import PublicationFailed
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
-from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
+from millrace.weights.transfer.channels.gloo import GlooChannel
 from millrace.weights.transfer.checksum import checksum
+from millrace.weights.transfer.store import serve_store
 from millrace.wire.address import host_address
 from services.trainer.protocol.adapter import Published
 from services.trainer.protocol.backend import Backend, published

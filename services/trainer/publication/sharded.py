@@ -24,10 +24,10 @@ from millrace.weights.plans.manifest import Content
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.sharded import ShardedPlan
 from millrace.weights.transfer.channels.channel import Channel
-from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, nccl_id
 from millrace.weights.transfer.pipeline import SendPipeline, TransferTimes
 from millrace.weights.transfer.session import PublicationSession
+from millrace.weights.transfer.store import serve_store
 from millrace.wire.address import host_address, host_name
 from services.trainer.memory import exhausted
 from services.trainer.protocol.backend import Backend, published

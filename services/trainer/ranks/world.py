@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from millrace.descriptors import Hosts
 from millrace.errors import Unavailable
+from millrace.weights.transfer.store import connect_store, serve_store
 
 POLL_S = 0.1
 _LIVES = "millrace/lives"
@@ -80,8 +81,7 @@ class Store:
     """
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
-        limit = timedelta(seconds=timeout_s)
-        client: Any = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        client: Any = connect_store(host, port, timeout_s)
         self._client = client  # Any: torch's stubs do not know that values may be bytes
 
     def set(self, key: str, value: bytes) -> None:
@@ -158,8 +158,8 @@ class World:
             )
         host, served = os.environ["MASTER_ADDR"], None
         if rank == 0:
-            served = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            store.set(_ADDRESS, str(served.port))
+            served, port = serve_store(host, None, JOIN_S)
+            store.set(_ADDRESS, str(port))
         port = int(store.get(_ADDRESS).decode())
         return cls(rank, size, socket.gethostname(), device, (host, port), served)
 

@@ -8,7 +8,8 @@ from millrace.errors import PublicationFailed
 from millrace.weights.plans.layout import Layout, Place, row_major_strides
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
-from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
+from millrace.weights.transfer.channels.gloo import GlooChannel
+from millrace.weights.transfer.store import serve_store
 
 MANIFEST = Manifest(
     (

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from millrace.errors import PublicationFailed
-from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
+from millrace.weights.transfer.channels.gloo import GlooChannel
+from millrace.weights.transfer.store import serve_store
 
 TENSORS = [torch.randn(300, 70), torch.randn(5).bfloat16(), torch.arange(7), torch.empty(0)]
 

@@ -8,9 +8,9 @@ import torch
 
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.sharded import plan
-from millrace.weights.transfer.channels.gloo import serve_store
 from millrace.weights.transfer.pipeline import ReceivePipeline, SendPipeline, SlotRing
-from millrace.weights.transfer.session import FailureSignal, connect
+from millrace.weights.transfer.session import FailureSignal
+from millrace.weights.transfer.store import connect_store, serve_store
 from tests.weights.transfer.ranks import MANIFEST, Ranks, check, fused, split, values
 
 
@@ -101,7 +101,7 @@ def test_an_abort_frees_whoever_waits():
 def test_every_rank_gets_the_failure_signal():
     store, port = serve_store("127.0.0.1", 3, 20.0)
     heard = {}
-    stores = [connect("127.0.0.1", port, 10.0) for _ in range(3)]
+    stores = [connect_store("127.0.0.1", port, 10.0) for _ in range(3)]
     signals = [
         FailureSignal(s, "job/1/1/0", lambda reason, i=i: heard.update({i: reason})) for i, s in enumerate(stores)
     ]

@@ -9,8 +9,9 @@ import torch
 
 from millrace.errors import PublicationFailed
 from millrace.weights.transfer.channels import rendezvous
-from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
+from millrace.weights.transfer.channels.gloo import GlooChannel
 from millrace.weights.transfer.channels.rendezvous import Rendezvous, join
+from millrace.weights.transfer.store import serve_store
 
 
 def at(port: int, timeout_s: float = 20.0) -> Rendezvous:

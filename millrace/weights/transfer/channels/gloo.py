@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 
 from millrace.errors import PublicationFailed
 from millrace.weights.transfer.channels.channel import ChannelMessage, ChannelState
+from millrace.weights.transfer.store import connect_store
 
 POLL_EVERY_S = 0.05
 """How soon an abort ends waiting for a round."""
@@ -24,13 +25,6 @@ LONGEST_S = 24 * 3600.0
 DISCONNECT_AFTER_S = 0.3
 """Delay between an abort and closing the connections: the others get the failure signal before they see that."""
 NO_WAIT = timedelta(milliseconds=1)
-
-
-def serve_store(host: str, world_size: int, timeout_s: float) -> tuple[TCPStore, int]:
-    """Serves the store where ranks join a communicator, on a free port of this host; returns it and the port. The store
-    lives as long as the returned object; `host` is the address that the other ranks are given."""
-    store = TCPStore(host, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-    return store, store.port
 
 
 class GlooChannel(ChannelState):
@@ -65,7 +59,7 @@ class GlooChannel(ChannelState):
         limit = timedelta(seconds=timeout_s)
         try:
             if store is None:
-                store = TCPStore(host, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)
+                store = connect_store(host, port, timeout_s, world_size)
             group = ProcessGroupGloo(PrefixStore(key, store), rank, world_size, limit)
         except (RuntimeError, ValueError) as error:
             what = f"rank {rank} of {world_size} could not join communicator {key} at {host}:{port}: {error}"

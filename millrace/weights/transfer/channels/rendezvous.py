@@ -10,7 +10,8 @@ import torch
 from millrace.contracts.v1 import weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.weights.transfer.channels.channel import Channel
-from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
+from millrace.weights.transfer.channels.gloo import GlooChannel
+from millrace.weights.transfer.store import serve_store
 
 __all__ = ["Rendezvous", "interruptible", "join", "nccl_id", "serve_store"]
 Result = TypeVar("Result")

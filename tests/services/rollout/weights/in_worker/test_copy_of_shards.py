@@ -15,7 +15,7 @@ from millrace.ids import Version
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Content
-from millrace.weights.transfer.channels.gloo import serve_store
+from millrace.weights.transfer.store import serve_store
 from services.rollout.weights.in_worker.receiver import OutgoingTransfer
 from services.rollout.weights.in_worker.sharded import IncomingShards, ShardedPath
 from services.rollout.weights.in_worker.worker_layout import WorkerLayout

@@ -17,8 +17,9 @@ from millrace.contracts.v1 import weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.transfer.channels.channel import Channel, ChannelMessage
-from millrace.weights.transfer.channels.gloo import GlooChannel, serve_store
-from millrace.weights.transfer.session import FailureSignal, PublicationSession, connect
+from millrace.weights.transfer.channels.gloo import GlooChannel
+from millrace.weights.transfer.session import FailureSignal, PublicationSession
+from millrace.weights.transfer.store import connect_store, serve_store
 from services.rollout.weights.in_worker.transfer_thread import TransferThread
 from services.rollout.weights.transfer_request import TransferRequest
 from tests.forked import CONTEXT
@@ -143,7 +144,7 @@ def test_what_was_being_received_is_given_back_and_a_late_message_goes_nowhere()
 
 def test_a_failure_signal_is_not_stuck_in_a_store_that_hangs(elsewhere: tuple[int, int]) -> None:
     pid, port = elsewhere
-    failure_signal = FailureSignal(connect("127.0.0.1", port, 5.0), "job/1/1/1", lambda reason: None)
+    failure_signal = FailureSignal(connect_store("127.0.0.1", port, 5.0), "job/1/1/1", lambda reason: None)
     os.kill(pid, signal.SIGSTOP)
     time.sleep(0.3)
     began = time.monotonic()
