@@ -95,8 +95,8 @@ def _summary(plan: Plan) -> Iterator[str]:
     yield f"price of a million trained tokens: {plan.cost_per_million:.2f}, at {price:g} a GPU hour"
     if not plan.cluster.colocated:
         yield f"idle: trainer {plan.trainer_idle:.0%}, replicas {plan.rollout_idle:.0%} of the step"
-        if plan.simulated is not None and plan.simulated.regenerated:
-            late = f"{plan.simulated.regenerated:.1f} groups a step, {plan.simulated.lost_share:.0%} of the tokens"
+        if plan.simulated is not None and plan.simulated.late:
+            late = f"{plan.simulated.late:.1f} groups a step, {plan.simulated.lost_share:.0%} of the tokens"
             yield f"generated again as they came too late: {late}"
         yield f"balanced: {plan.balanced_ratio:.2f} rollout GPUs for each trainer GPU"
     for limit in plan.limits:

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from millrace.simulation.setting import Setting
+from millrace.simulation.setting import Setting, StalenessOf
 
 NEAR = 1e-6
 """Tokens that a request may lack at its end: rounding."""
@@ -21,8 +21,8 @@ class Group:
 
     prompt: int
     attempt: int = 0
-    oldest: int | None = None
-    """Version of the oldest token; None: none is generated."""
+    order: int = 0
+    """Counts the prompts as they are issued."""
     left: int = 0
     """Answers that are not complete."""
     answers: list["Answer"] = field(default_factory=list)
@@ -41,6 +41,14 @@ class Answer:
     def done(self) -> float:
         """Tokens that are generated."""
         return sum(count for _, count in self.tokens)
+
+    def staleness(self, version: int, of: StalenessOf) -> float:
+        """How stale the complete answer is at the trainer's `version`."""
+        if of is StalenessOf.VERSIONS:
+            return len(self.tokens) - 1
+        if of is StalenessOf.MEAN:
+            return version - sum(each * count for each, count in self.tokens) / self.done
+        return version - self.tokens[0][0]
 
 
 class Engine:
@@ -114,8 +122,6 @@ class Engine:
             if answer.group not in self._read:
                 self._read.add(answer.group)  # the other answers find their prompt in the cache
                 self._stall_s += setting.engine.prefill(setting.weight * setting.prompt_tokens)
-            if answer.group.oldest is None:
-                answer.group.oldest = self.version
             self._stall_s += setting.engine.prefill(setting.weight * done)
             answer.begun = self._progress
             self._started += 1

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
+from itertools import chain
 
 from millrace.errors import InvalidState
 from millrace.simulation.engine import Answer, Engine, Group
 from millrace.simulation.outcome import Ledger, Outcome, Step
-from millrace.simulation.setting import Fault, FaultKind, Late, Setting
+from millrace.simulation.setting import Fault, FaultKind, Setting, TooStale
 
 STALE_ROUNDS = 8
 """The simulation ends with an error when this many times a step's prompts came too late for one step, as a job does."""
@@ -38,7 +39,7 @@ class Counts:
 
     begin_s: float = 0.0
     trainer_s: float = 0.0
-    regenerated: int = 0
+    late: int = 0
     lost_tokens: float = 0.0
 
 
@@ -53,9 +54,9 @@ def reduced(setting: Setting, most_answers: int) -> Setting:
     share = prompts / setting.prompts
     weight = setting.weight * (replicas / setting.replicas) / share
     trainer = replace(setting.trainer, token_s=setting.trainer.token_s / (share * weight / setting.weight))
-    extra = round(setting.extra_prompts * share)
+    carried = round(setting.carried_prompts * share)
     return replace(
-        setting, prompts=prompts, replicas=replicas, weight=weight, trainer=trainer, extra_prompts=extra, faults=()
+        setting, prompts=prompts, replicas=replicas, weight=weight, trainer=trainer, carried_prompts=carried, faults=()
     )
 
 
@@ -79,7 +80,7 @@ class Simulation:
         self._joined = list(self._engines)
         """All replicas that ever joined."""
         self._busy_before: dict[Engine, float] = {}
-        self._issued = self._trained = self._in_flight = 0
+        self._issued = self._trained = self._in_flight = self._dropped = self._orders = 0
         self._again: deque[Group] = deque()
         """Prompts to be issued again."""
         self._queue: deque[Group] = deque()
@@ -111,7 +112,7 @@ class Simulation:
     def ledger(self) -> Ledger:
         """Where the prompts are."""
         held = len(self._queue) + len(self._leased) + len(self._ready) + len(self._taken) + len(self._again)
-        return Ledger(self._issued, self._trained, held)
+        return Ledger(self._issued, self._trained, held, self._dropped)
 
     def _at(self, time_s: float, event: Callable[[], None]) -> None:
         if time_s < math.inf:
@@ -122,7 +123,7 @@ class Simulation:
 
     def _issue(self) -> None:
         setting = self.setting
-        capacity = (setting.max_staleness + self.version + 1) * setting.prompts + setting.extra_prompts
+        capacity = (setting.max_staleness + self.version + 1) * setting.prompts + setting.carried_prompts
         while self._trained + self._in_flight < capacity:
             if self._again:
                 group = self._again.popleft()
@@ -130,6 +131,8 @@ class Simulation:
                 group = self._group(self._issued, 0)
                 self._issued += 1
             self._in_flight += 1
+            self._orders += 1
+            group.order = self._orders
             self._queue.append(group)
 
     def _group(self, prompt: int, attempt: int) -> Group:
@@ -146,21 +149,30 @@ class Simulation:
             self._take()
 
     def _reject(self) -> None:
-        """Issues again what came too late."""
-        bound = self.version - self.setting.max_staleness
-        late = [group for group in self._ready if _oldest(group) < bound]
+        """Issues again or drops what came too late."""
+        if self.setting.too_stale is TooStale.TRAIN:
+            return
+        late = [group for group in self._ready if self._staleness(group) > self.setting.max_staleness]
         if not late:
             return
-        self._ready = [group for group in self._ready if _oldest(group) >= bound]
+        gone = set(late)
+        self._ready = [group for group in self._ready if group not in gone]
         for group in late:
-            self._counts.regenerated += 1
+            self._counts.late += 1
             self._counts.lost_tokens += self._tokens_of(group)
             self._in_flight -= 1
-            self._again.append(self._group(group.prompt, group.attempt + 1))
-        if self._counts.regenerated > STALE_ROUNDS * self.setting.prompts:
-            what = f"{self._counts.regenerated} groups came too late for step {len(self.steps) + 1} of the simulation."
+            if self.setting.too_stale is TooStale.DROP:
+                self._dropped += 1
+            else:
+                self._again.append(self._group(group.prompt, group.attempt + 1))
+        if self._counts.late > STALE_ROUNDS * self.setting.prompts:
+            what = f"{self._counts.late} groups came too late for step {len(self.steps) + 1} of the simulation."
             raise InvalidState(what, "raise schedule.max_staleness, or lower schedule.prompts_per_step.")
         self._issue()
+
+    def _staleness(self, group: Group) -> float:
+        """That of its stalest answer."""
+        return max(answer.staleness(self.version, self.setting.staleness_of) for answer in group.answers)
 
     def _lease(self) -> None:
         if self._phase is Phase.AWAY and not self.setting.lease_while_away:
@@ -204,22 +216,23 @@ class Simulation:
 
     def _take(self) -> None:
         """Takes what the trainer can begin with."""
-        setting, wanted = self.setting, self.setting.prompts - len(self._taken)
-        if setting.late is Late.WAIT:
-            bound = self.version - setting.max_staleness
-            due = sum(group.oldest is not None and group.oldest <= bound for group in self._leased)
-            found = [group for group in self._ready if _oldest(group) <= bound]
-            room = max(len(found), wanted - due)
-        else:
-            room = wanted
-        part = sorted(self._ready, key=_oldest)[: min(room, wanted)]
-        if not part or (len(part) < wanted and not setting.streaming):
+        wanted = self.setting.prompts - len(self._taken)
+        part = sorted(self._due(wanted), key=_oldest)[:wanted]
+        if not part or (len(part) < wanted and not self.setting.streaming):
             return
         chosen = set(part)
         self._ready = [group for group in self._ready if group not in chosen]
         self._taken += part
         self._part = part
         self._train()
+
+    def _due(self, wanted: int) -> list[Group]:
+        """The complete groups that the step may have."""
+        if not self.setting.wait_for_slow or not self._ready:
+            return self._ready
+        in_flight = chain(self._queue, self._leased, self._ready)
+        last = max(heapq.nsmallest(wanted, (group.order for group in in_flight)))
+        return [group for group in self._ready if group.order <= last]
 
     def _train(self) -> None:
         rate = self.setting.trainer
@@ -304,7 +317,8 @@ class Simulation:
             del self._leased[group]
             if not self.setting.keep_partial:
                 self._counts.lost_tokens += self._tokens_of(group)
-                group = self._group(group.prompt, group.attempt)
+                order, group = group.order, self._group(group.prompt, group.attempt)
+                group.order = order
             self._queue.appendleft(group)
         self._look()
 
@@ -358,7 +372,7 @@ class Simulation:
                 replica_s=tuple(shares),
                 tokens=sum(self._trained_tokens(group) for group in taken),
                 answers=setting.weight * setting.samples * len(taken),
-                regenerated=counts.regenerated,
+                late=counts.late,
                 lost_tokens=counts.lost_tokens,
                 staleness=dict(staleness),
                 oldest=dict(oldest),
@@ -370,5 +384,4 @@ class Simulation:
 
 def _oldest(group: Group) -> int:
     """Version of the oldest token of a complete group."""
-    assert group.oldest is not None
-    return group.oldest
+    return min(answer.tokens[0][0] for answer in group.answers)

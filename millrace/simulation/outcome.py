@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where the prompts are: `issued` is the sum of both others."""
+    """Where the prompts are: `issued` is the sum of the others."""
 
     issued: int
     trained: int
     in_flight: int
+    dropped: int
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Step:
     tokens: float
     """Tokens trained, those of prompts included."""
     answers: float
-    regenerated: int
-    """Groups that came too late."""
+    late: int
+    """Groups that came too late to be trained."""
     lost_tokens: float
     """Tokens generated for groups that came too late or were lost with their replica."""
     staleness: Mapping[int, float]
@@ -95,9 +96,9 @@ class Outcome:
         return max((behind for step in self.steps for behind in step.oldest), default=0)
 
     @property
-    def regenerated(self) -> float:
-        """Groups of a step that came too late, on average."""
-        return sum(step.regenerated for step in self.steps) / len(self.steps)
+    def late(self) -> float:
+        """Groups of a step that came too late to be trained, on average."""
+        return sum(step.late for step in self.steps) / len(self.steps)
 
     @property
     def lost_share(self) -> float:

@@ -100,13 +100,23 @@ class Drawn:
         return found
 
 
-class Late(StrEnum):
-    """What becomes of a group that would exceed the staleness bound."""
+class StalenessOf(StrEnum):
+    """What is bounded of an answer, as `schedule.staleness_of` has it."""
+
+    OLDEST = "oldest"
+    """How many versions its oldest token is behind."""
+    MEAN = "mean"
+    """How many its tokens are behind on average."""
+    VERSIONS = "versions"
+    """How many versions after its first one have sampled tokens of it."""
+
+
+class TooStale(StrEnum):
+    """What becomes of a group with an answer beyond the bound, as `schedule.too_stale` has it."""
 
     REGENERATE = "regenerate"
-    """Its prompt is issued again."""
-    WAIT = "wait"
-    """The step before waits for it."""
+    DROP = "drop"
+    TRAIN = "train"
 
 
 class FaultKind(StrEnum):
@@ -158,9 +168,12 @@ class Setting:
     """Seconds of a step in which the job's loop does something else, such as saving."""
     streaming: bool = False
     """Whether the trainer takes groups while others of the step are generated."""
-    extra_prompts: int = 0
+    carried_prompts: int = 0
     """Prompts in flight beyond what the staleness bound allows: what is not complete goes on in the next step."""
-    late: Late = Late.REGENERATE
+    staleness_of: StalenessOf = StalenessOf.OLDEST
+    too_stale: TooStale = TooStale.REGENERATE
+    wait_for_slow: bool = False
+    """Whether a step takes the prompts that were issued first, and waits for them."""
     keep_partial: bool = False
     """Whether what a lost replica had generated of an answer is kept, and the answer goes on elsewhere."""
     lease_while_away: bool = False

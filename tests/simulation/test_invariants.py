@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.simulation.job import Simulation
-from millrace.simulation.setting import Cycled, Fault, FaultKind, Late, MeasuredRate, Setting, TrainerRate
+from millrace.simulation.setting import (
+    Cycled,
+    Fault,
+    FaultKind,
+    MeasuredRate,
+    Setting,
+    StalenessOf,
+    TooStale,
+    TrainerRate,
+)
 from tests.simulation.jobs import setting
 
 SECONDS = st.floats(0.0, 20.0).map(lambda value: round(value, 2))
@@ -43,7 +52,7 @@ def jobs(draw: st.DrawFn, lengths: st.SearchStrategy[list[float]] = MIXED) -> Se
         score_s=draw(st.floats(0.0, 2.0)),
         between_s=draw(st.floats(0.0, 2.0)),
         streaming=draw(st.booleans()),
-        late=Late.WAIT,
+        wait_for_slow=True,
         keep_partial=draw(st.booleans()),
         lease_while_away=draw(st.booleans()),
     )
@@ -62,18 +71,22 @@ def faults(draw: st.DrawFn) -> Sequence[Fault]:
 
 
 @settings(max_examples=80, deadline=None)
-@given(jobs(), faults(), st.sampled_from(Late), st.integers(0, 3))
+@given(jobs(), faults(), st.booleans(), st.sampled_from(StalenessOf), st.sampled_from(TooStale), st.integers(0, 3))
 def test_the_ledger_is_exact_and_nothing_is_trained_beyond_the_bound(
-    job: Setting, faults: Sequence[Fault], late: Late, extra: int
+    job: Setting, faults: Sequence[Fault], slow: bool, of: StalenessOf, too_stale: TooStale, carried: int
 ) -> None:
-    if job.max_staleness == 0 and late is Late.REGENERATE:
-        extra = 0  # such groups would be too late in every step
-    struck = replace(job, faults=faults, late=late, extra_prompts=extra)
+    if job.max_staleness == 0 and too_stale is not TooStale.TRAIN:
+        carried = 0  # such groups would be too late in every step, and a spec with it is refused
+    struck = replace(
+        job, faults=faults, wait_for_slow=slow, staleness_of=of, too_stale=too_stale, carried_prompts=carried
+    )
+    bounded = of is StalenessOf.OLDEST and too_stale is not TooStale.TRAIN
     for number, step in enumerate(Simulation(struck).run(6), 1):
-        assert step.ledger.issued == step.ledger.trained + step.ledger.in_flight
-        assert step.ledger.trained == number * job.prompts
+        ledger = step.ledger
+        assert ledger.issued == ledger.trained + ledger.in_flight + ledger.dropped
+        assert ledger.trained == number * job.prompts
         assert step.answers == job.prompts * job.samples == sum(step.oldest.values())
-        assert max(step.oldest) <= job.max_staleness and min(step.staleness) >= 0
+        assert min(step.staleness) >= 0 and (max(step.oldest) <= job.max_staleness or not bounded)
         assert sum(step.staleness.values()) == pytest.approx(step.tokens - step.answers * job.prompt_tokens)
         assert all(0.0 <= share <= 1 + 1e-9 for share in step.replica_s)
         assert step.trainer_s <= step.seconds + 1e-6 or faults

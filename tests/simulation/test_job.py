@@ -7,7 +7,17 @@ import pytest
 from millrace.errors import InvalidState
 from millrace.simulation.job import Simulation, simulate
 from millrace.simulation.outcome import Step
-from millrace.simulation.setting import Cycled, Drawn, Fault, FaultKind, Late, MeasuredRate, Setting, TrainerRate
+from millrace.simulation.setting import (
+    Cycled,
+    Drawn,
+    Fault,
+    FaultKind,
+    MeasuredRate,
+    Setting,
+    StalenessOf,
+    TooStale,
+    TrainerRate,
+)
 from tests.simulation.jobs import setting
 
 
@@ -56,15 +66,15 @@ def test_prompts_are_read_once_a_group_and_again_after_a_publication() -> None:
     assert first(of).seconds == 1 + 4
     # At 1 the first prompt is published. The second has 30 tokens in the cache by then, and reads them again.
     again = setting([1.0, 20.0, 1.0], prompt_tokens=10.0, engine=rate, max_staleness=1, slots=2, recompute_cache=True)
-    kept = replace(again, recompute_cache=False, late=Late.WAIT)
-    again = replace(again, late=Late.WAIT)
+    kept = replace(again, recompute_cache=False, wait_for_slow=True)
+    again = replace(again, wait_for_slow=True)
     assert ends(kept, 2)[1] == pytest.approx(1 + 1 + 20 + 1)  # two prompts are read before, one after the publication
     assert ends(again, 2)[1] - ends(kept, 2)[1] == pytest.approx(0.1 * (10 + 1))
 
 
 def test_a_pause_stops_what_runs() -> None:
     """The first publication, from 1 to 3, stops the second prompt for a second."""
-    of = setting([1.0, 9.0], max_staleness=1, publication_s=2.0, late=Late.WAIT)
+    of = setting([1.0, 9.0], max_staleness=1, publication_s=2.0, wait_for_slow=True)
     assert ends(of, 2) == [3.0, 11.0] and ends(replace(of, pause_s=1.0), 2) == [3.0, 12.0]
 
 
@@ -88,18 +98,39 @@ def test_a_group_that_comes_too_late_is_generated_again_or_waited_for() -> None:
     of = setting([1.0, 10.0, 1.0], max_staleness=1, trainer=TrainerRate(1.0))
     again = Simulation(of).run(6)
     assert [step.end_s for step in again] == [2, 4, 6, 8, 10, 12]
-    assert sum(step.regenerated for step in again) == 1 and sum(step.lost_tokens for step in again) == 10.0
-    waits = Simulation(replace(of, late=Late.WAIT)).run(3)
-    assert [step.end_s for step in waits] == [2, 11, 12] and not any(step.regenerated for step in waits)
+    assert sum(step.late for step in again) == 1 and sum(step.lost_tokens for step in again) == 10.0
+    waits = Simulation(replace(of, wait_for_slow=True)).run(3)
+    assert [step.end_s for step in waits] == [2, 11, 12] and not any(step.late for step in waits)
     assert dict(waits[1].staleness) == {1: 2.0, 0: 8.0}  # version 1 came at 2
 
 
-def test_extra_prompts_keep_the_engine_full() -> None:
-    of = setting([4.0], max_staleness=1, slots=2, trainer=TrainerRate(1.0), prompts=2)
-    plain, more = (simulate(replace(of, extra_prompts=extra), steps=4) for extra in (0, 2))
-    assert plain.replica_idle == more.replica_idle == 0.0
-    late = replace(of, max_staleness=0, late=Late.REGENERATE)
-    assert simulate(late, steps=4).step_s == 5.0
+def test_a_group_that_is_too_stale_may_be_trained_or_dropped() -> None:
+    of = setting([1.0, 10.0, 1.0], max_staleness=1, trainer=TrainerRate(1.0))
+    trained = Simulation(replace(of, too_stale=TooStale.TRAIN)).run(6)
+    assert [step.end_s for step in trained] == [2, 4, 6, 8, 10, 11]
+    assert dict(trained[-1].staleness) == {5: 2.0, 4: 2.0, 3: 2.0, 2: 2.0, 1: 2.0}
+    dropped = Simulation(replace(of, too_stale=TooStale.DROP)).run(6)
+    assert [step.end_s for step in dropped] == [2, 4, 6, 8, 10, 12]
+    assert dropped[-1].ledger.dropped == 1 and sum(step.late for step in dropped) == 1
+
+
+@pytest.mark.parametrize(
+    ("of", "late"), [(StalenessOf.OLDEST, 1), (StalenessOf.MEAN, 0), (StalenessOf.VERSIONS, 0)], ids=str
+)
+def test_what_is_bounded_of_an_answer(of: StalenessOf, late: int) -> None:
+    """The second prompt is complete at 10 and can be trained at 11, with version 5: its oldest token is 5 versions
+    behind, its tokens 3.4 on average, and 5 versions sampled it."""
+    made = setting([1.0, 10.0, 1.0], max_staleness=4, trainer=TrainerRate(2.0), staleness_of=of)
+    steps = Simulation(made).run(6)
+    assert sum(step.late for step in steps) == late and steps[-1].end_s == 13.0
+    assert (5 in steps[-1].oldest) is (not late)
+
+
+def test_carried_prompts_keep_the_engine_busy_during_the_update() -> None:
+    """Without them nothing can be issued until the first step is published at 6; with one the engine goes on."""
+    of = setting([4.0], trainer=TrainerRate(2.0), slots=1, too_stale=TooStale.TRAIN)
+    assert ends(of, 3) == [6.0, 12.0, 18.0]
+    assert ends(replace(of, carried_prompts=1), 3) == [6.0, 10.0, 14.0]
 
 
 def test_scoring_and_what_the_loop_does_between_steps_take_time() -> None:
@@ -129,10 +160,10 @@ def test_a_trainer_that_restarts_takes_its_step_again_and_replicas_finish_what_t
 
 
 def test_a_job_whose_groups_come_too_late_again_and_again_ends_with_an_error() -> None:
-    of = setting([2.0], extra_prompts=8)
-    assert [step.regenerated for step in Simulation(of).run(3)] == [0, 8, 8]
+    of = setting([2.0], carried_prompts=8)
+    assert [step.late for step in Simulation(of).run(3)] == [0, 8, 8]
     with pytest.raises(InvalidState, match="9 groups came too late for step 2"):
-        Simulation(replace(of, extra_prompts=9)).run(3)
+        Simulation(replace(of, carried_prompts=9)).run(3)
 
 
 def test_drawn_lengths_are_spread_evenly_over_each_steps_answers() -> None:
