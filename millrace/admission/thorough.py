@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from millrace.admission.pools import pool_tokenizer
 from millrace.admission.submission import left_checkpoints
-from millrace.admission.trials import SHOWN, RewardTrial, ask_judges, model_mistakes
+from millrace.admission.trials import SHOWN, RewardTrial, ask_judges, checks_models, model_mistakes
 from millrace.data import PromptRow, PromptSource, open_section
 from millrace.data.chat import render
 from millrace.data.model_folder import vocabulary
@@ -77,9 +78,28 @@ def look(spec: JobSpec, progress: Progress, *, judges: bool = False) -> Iterator
         if judges and spec.reward.judge_terms:
             mistakes += ask_judges(spec, sections[0].name, sections[0].sample[0], notes)
             yield from _taken(notes)
-        mistakes += model_mistakes(spec)
+        mistakes += _pools(spec, notes)
+        yield from _taken(notes)
+        if checks_models(spec):
+            yield f"model: building it as {spec.trainer.backend} does, without weights, takes some seconds"
+            mistakes += model_mistakes(spec)
     if mistakes := [*used, *mistakes]:
         raise InvalidJob.of(list(dict.fromkeys(mistakes)), "the job cannot run:")
+
+
+def _pools(spec: JobSpec, notes: list[str]) -> list[Mistake]:
+    """Loads the tokenizers of the pools' models: a teacher has the policy's tokens, a judge a chat template."""
+    mistakes: list[Mistake] = []
+    for number, pool in enumerate(spec.pools):
+        for task in spec.pool_tasks(pool.name):
+            try:
+                pool_tokenizer(spec.model, pool, task, f"pools.{number}.path")
+                notes.append(f"pool {pool.name}: its tokenizer serves for {task}")
+            except ImportError:
+                notes.append(f"pool {pool.name}: not looked at, because transformers is not installed here")
+            except InvalidJob as error:
+                mistakes += error.mistakes
+    return mistakes
 
 
 def _taken(notes: list[str]) -> list[str]:

@@ -132,11 +132,15 @@ def _truth_as_answer(row: PromptRow) -> str:
     return truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth, ensure_ascii=False)
 
 
-def model_mistakes(spec: JobSpec) -> list[Mistake]:
-    """What is wrong with the model for the job's backend; empty where the backend is not installed here."""
+def checks_models(spec: JobSpec) -> bool:
+    """Whether the job's backend is installed here and checks models by building them."""
     backend = BACKENDS[spec.trainer.backend]
-    if not backend.model_check or not backend.software.probe().ok:
-        return []
+    return bool(backend.model_check) and backend.software.probe().ok
+
+
+def model_mistakes(spec: JobSpec) -> list[Mistake]:
+    """What is wrong with the models for the job's backend, which `checks_models`."""
+    backend = BACKENDS[spec.trainer.backend]
     results, ended = _run(backend.model_check, [spec.model_dump(mode="json")], START_S)
     if not results:
         fix = "look at the model's config.json."

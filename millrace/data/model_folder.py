@@ -61,15 +61,15 @@ def check_model_folder(path: str | Path, *, messages: bool = True, weights: bool
         _check_weights(folder, FIELD)
     block_scales(config, folder, FIELD)
     generation_end_tokens(folder)
-    has_chat_template = _has_chat_template(folder)
-    if messages and not has_chat_template:
+    templated = has_chat_template(folder)
+    if messages and not templated:
         raise refused(
             FIELD,
             str(path),
             "the prompts are messages and the model has no chat template",
             "put a chat_template.jinja into the folder, or set data.prompt_format to text.",
         )
-    return ModelFolder(folder, architectures[0], has_chat_template)
+    return ModelFolder(folder, architectures[0], templated)
 
 
 def check_weights_folder(path: str | Path, *, field: str, weights: bool = True) -> Path:
@@ -150,7 +150,8 @@ def _check_weights(folder: Path, field: str) -> None:
         raise refused(field, str(folder), reason, "save the model into the same folder (model.save_pretrained).")
 
 
-def _has_chat_template(folder: Path) -> bool:
+def has_chat_template(folder: Path) -> bool:
+    """Whether the folder says how messages become a text."""
     if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
         return True
     config = folder / "tokenizer_config.json"

@@ -23,6 +23,8 @@ from millrace.spec.lora import Lora
 from millrace.weights.headers import stored_shapes
 from millrace.weights.unread import other_values
 
+CRITIC_FIELD = "algorithm.critic.path"
+
 
 def across_hosts(spec: JobSpec, hosts: Hosts) -> Iterator[Mistake]:
     """Fields with a better value. A group that no host could hold is the user's choice, unless it is a tensor-parallel
@@ -71,16 +73,17 @@ def check_submission(spec: JobSpec) -> None:
     check(options, shape := read_shape(Path(spec.model.path)), None, cuda=True)
     _check_replay(spec, options, shape)
     if spec.model.weights is None:
-        _check_folder(Path(spec.model.path), shape)
+        _check_folder(Path(spec.model.path), shape, "model.path")
     if spec.model.lora is not None:
         check_adapter(spec.model.lora, options, shape, LOCAL)
     if critic is not None and critic.path is not None:
-        check(options, read_shape(Path(critic.path), "algorithm.critic.path"), None, cuda=True)
+        check(options, own := read_shape(Path(critic.path), CRITIC_FIELD), None, cuda=True)
+        _check_folder(Path(critic.path), own.as_critic(), CRITIC_FIELD)
 
 
-def _check_folder(folder: Path, shape: ModelShape) -> None:
+def _check_folder(folder: Path, shape: ModelShape, field: str) -> None:
     """Raises InvalidJob where names or shapes of the folder's tensors show that the model does not take one."""
-    stored, place = stored_shapes(folder), f"model.path: {folder}"
+    stored, place = stored_shapes(folder), f"{field}: {folder}"
     found = unread(shape, stored)
     found.check(place)
     for name, source in found.copies:

@@ -151,6 +151,27 @@ def test_a_model_that_the_backend_computes_wrong_is_told_before_a_trainer_has_it
     assert "would run from one packed sequence into the next" in str(mistake)
 
 
+def test_tokenizers_of_pools_are_loaded(tmp_path: Path) -> None:
+    """A submission reads their files; that a teacher has other ids, and that one cannot be read, takes loading."""
+    byte_tokenizer().save_pretrained(tmp_path)
+    other = byte_tokenizer(None)
+    other.add_tokens(["<think>"])
+    for name, tokenizer in (("teacher", byte_tokenizer(None)), ("judge", byte_tokenizer(None)), ("broken", other)):
+        tokenizer.save_pretrained(tmp_path / name)
+    (tmp_path / "broken" / "tokenizer.json").write_text("{}")
+    pools = [{"name": name, "path": str(tmp_path / name)} for name in ("teacher", "judge", "broken")]
+    functions = [{"name": "fine", "judge": {"pool": "judge", "prompt": "{{answer}}"}}, {"name": "b", "pool": "broken"}]
+    used = {"pools": pools, "reward": {"functions": functions}, "algorithm": {"distillation": {"pool": "teacher"}}}
+    spec = parse(spec_of(tmp_path, "x.jsonl").model_dump(mode="json") | used)
+    notes: list[str] = []
+    mistakes = thorough._pools(spec, notes)
+    assert notes == ["pool teacher: its tokenizer serves for log-probabilities"]
+    assert [mistake.field for mistake in mistakes] == ["pools.1.path", "pools.2.path"]
+    assert "has no chat template" in str(mistakes[0]) and "cannot be loaded" in str(mistakes[1])
+    other.save_pretrained(tmp_path)
+    assert "other ids than the policy's for 1 tokens" in str(thorough._pools(spec, notes)[0])
+
+
 def test_an_output_with_checkpoints_of_another_job_is_told(tmp_path: Path) -> None:
     (tmp_path / "out" / "checkpoints" / "step-3").mkdir(parents=True)
     write_rows(tmp_path / "x.jsonl", rows(2))

@@ -185,6 +185,15 @@ def test_a_critic_of_another_folder_is_held_against_the_options_too(tmp_path):
     }
     with pytest.raises(InvalidJob, match="the model's attention heads, 14, do not divide by it"):
         check_submission(parse_job(tree))
+    tree["trainer"]["backend_options"] = {}
+    head = {"lm_head.weight": [9], "score.weight": [1, 896], "score.bias": [1]}
+    stored(tmp_path / "critic", head)
+    check_submission(parse_job(tree))
+    stored(tmp_path / "critic", head | {"model.layers.0.self_attn.o_proj.bias": [896]})
+    with pytest.raises(
+        InvalidJob, match=r"algorithm\.critic\.path: .* stores model\.layers\.0\.self_attn\.o_proj\.bias"
+    ):
+        check_submission(parse_job(tree))
     tree["algorithm"]["critic"]["path"] = str(tmp_path / "nothing")
     with pytest.raises(InvalidJob, match=r"algorithm\.critic\.path: .*config\.json cannot be read"):
         check_submission(parse_job(tree))

@@ -94,6 +94,13 @@ def test_what_is_refused(parts: dict[str, Any], told: str) -> None:
             "cannot give log-probabilities",
         ),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, PoolTask.REPLIES, "cannot give replies"),
+        ({"architectures": ["BertForMaskedLM"]}, PoolTask.REPLIES, "BertForMaskedLM cannot give replies"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, PoolTask.REPLIES, "has no chat template"),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 2048},
+            PoolTask.LOGPROBS,
+            "has positions up to 2048, and prompt and response together may have 4096 tokens",
+        ),
         ({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 900}, PoolTask.LOGPROBS, "a vocabulary of 900 tokens"),
     ],
 )
@@ -105,7 +112,7 @@ def test_folders_that_cannot_do_it(tmp_path: Path, config: dict[str, Any], task:
         (path / "tokenizer.json").write_text("{}")
         (path / "model.safetensors").write_bytes(b"")
     with pytest.raises(InvalidJob) as refused:
-        check_pool(str(policy), Pool(name="x", path=str(folder)), task, "pools.0.path")
+        check_pool(str(policy), Pool(name="x", path=str(folder)), task, "pools.0.path", longest=4096)
     assert told in str(refused.value) and str(refused.value).startswith("pools.0.path: ")
 
 

@@ -4,7 +4,6 @@ its own chat template and tokens."""
 import asyncio
 import inspect
 import itertools
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from millrace import hub
+from millrace.admission.pools import pool_tokenizer
 from millrace.contracts.v1 import rollout_pb2
 from millrace.data.chat import Tokenizer
 from millrace.data.model_folder import vocabulary
@@ -131,7 +131,7 @@ class PoolReplica(FleetMember):
     async def _hold(self, model: PoolModel, spec: JobSpec) -> None:
         """Has the engine hold the model, and checks it against the job."""
         await asyncio.to_thread(import_transformers)
-        tokenizer = await asyncio.to_thread(_tokenizer, model, spec)
+        tokenizer = await asyncio.to_thread(pool_tokenizer, spec.model, model.pool, model.task, f"{model.field}.path")
         if self._engine is None or self._model != model:
             await self._stop_engine()
             self.state, self.failure = rollout_pb2.ENGINE_STATE_STARTING, ""
@@ -334,28 +334,3 @@ def _pool_model(spec: JobSpec, name: str) -> PoolModel:
             longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
             return PoolModel(pool, task, f"pools.{number}", spec.rollout.temperature, size, longest)
     raise InvalidJob(f"pools: the job has no pool {name!r}.", "declare it, or start the replica with another --pool.")
-
-
-def _tokenizer(model: PoolModel, spec: JobSpec) -> Any:
-    """The tokenizer of the pool's model. Raises InvalidJob if it cannot be loaded, for a teacher that does not have
-    the policy's tokens, and for a judge without a chat template."""
-    from transformers import AutoTokenizer
-
-    pool, field = model.pool, f"{model.field}.path"
-    try:
-        own = AutoTokenizer.from_pretrained(pool.path, trust_remote_code=pool.trust_remote_code)
-        if model.task is PoolTask.REPLIES and not own.chat_template:
-            fix = "give a model that is trained for chats, or save its template in the folder."
-            raise refused(field, pool.path, "has no chat template, without which a judge cannot be asked", fix)
-        if model.task is not PoolTask.LOGPROBS:
-            return own
-        trust = spec.model.trust_remote_code
-        policy = AutoTokenizer.from_pretrained(spec.model.path, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError) as error:
-        what = f"{field}: the tokenizer of {pool.path} or of the policy cannot be loaded: {error}."
-        raise InvalidJob(what, "save it in the model folder.") from error
-    known = own.get_vocab()
-    if other := sorted(text for text, token in policy.get_vocab().items() if known.get(text) != token):
-        reason = f"its tokenizer has other ids than the policy's for {len(other)} tokens, {json.dumps(other[:3])} first"
-        raise refused(field, pool.path, reason, "give a model with the policy's tokenizer.")
-    return own

@@ -1,30 +1,33 @@
-"""Whether this backend computes a job's model, told before a trainer loads it.
+"""Whether this backend computes a job's model and its critic, told before a trainer loads them.
 
-`python -m services.trainer.backends.fsdp2.model_check` reads a job spec as JSON on its standard input, builds the model
-from its config without memory for its weights, and prints `{"mistakes": [{field, reason, fix, value}, …]}`.
+`python -m services.trainer.backends.fsdp2.model_check` reads a job spec as JSON on its standard input, builds the
+models from their configs without memory for weights, and prints `{"mistakes": [{field, reason, fix, value}, …]}`.
 """
 
 import json
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from millrace.backends.fsdp2 import parse
-from millrace.errors import InvalidJob
+from millrace.errors import InvalidJob, Mistake
 from millrace.spec import JobSpec
 from millrace.spec import parse as parse_spec
+from millrace.spec.model import Model
 from services.trainer.backends.fsdp2 import attention
 from services.trainer.backends.fsdp2.computable import check_computable, check_config
 from services.trainer.backends.fsdp2.layer_choice import choose_layers
 from services.trainer.backends.fsdp2.loading.boxes import check_whole_folder
 from services.trainer.backends.fsdp2.model import FIELD, load_config
 from services.trainer.backends.fsdp2.proof.implementations import FLASH
-from services.trainer.checkpoints.model_files import ModelFiles, readable
+from services.trainer.checkpoints.model_files import CRITIC_FIELD, ModelFiles, readable, stored_head
 
 NAMES = {
     "auto": (attention.SEGMENTS, FLASH),
@@ -38,45 +41,75 @@ not."""
 
 
 def check(spec: JobSpec) -> None:
-    """Raises InvalidJob for a model, or layers of an adapter, that the backend would refuse on any host."""
-    config = load_config(spec.model)
+    """Raises InvalidJob for a model, layers of an adapter, or a critic that the backend would refuse on any host, with
+    what is wrong with each of the two models."""
+    mistakes: list[Mistake] = []
+    for check_one in (_check_policy, _check_critic):
+        try:
+            check_one(spec)
+        except InvalidJob as error:
+            mistakes += error.mistakes
+    if mistakes:
+        raise InvalidJob.of(mistakes)
+
+
+def _check_policy(spec: JobSpec) -> None:
+    module = _checked(spec, spec.model, AutoModelForCausalLM.from_config, FIELD)
+    if spec.model.lora is not None:
+        choose_layers(module, spec.model.lora)
+
+
+def _check_critic(spec: JobSpec) -> None:
+    if (critic := spec.algorithm.critic) is None:
+        return
+    source = spec.model
+    if critic.path is not None:
+        source = source.model_copy(update={"path": critic.path, "weights": None})
+    as_critic = spec.model_copy(update={"trainer": spec.trainer.of("critic")})
+    module = _checked(as_critic, source, AutoModel.from_config, CRITIC_FIELD)
+    with suppress(OSError, SafetensorError):
+        stored_head(Path(source.path), module.config.get_text_config().hidden_size)
+
+
+def _checked(spec: JobSpec, model: Model, build: Callable[..., Any], field: str) -> PreTrainedModel:
+    """The model that `field` names, without memory for its weights. Raises InvalidJob."""
+    config = load_config(model, field)
     options = parse(spec.trainer.backend_options)
-    check_config(spec, options, config, spec.model.path, FIELD)
+    check_config(spec, options, config, model.path, field)
     asked = options.attention
     if asked == "auto" and options.sequence_parallel_size > 1:
         asked = "varlen"  # flash-attn is not divided over ranks
     try:
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.model.trust_remote_code)
+            module: PreTrainedModel = build(config, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
-        what = f"{FIELD}: {spec.model.path} cannot be built as a language model: {reason}"
+        what = f"{field}: {model.path} cannot be built as a language model: {reason}"
         raise InvalidJob(what, "give a model of an architecture that this release of transformers knows.") from error
-    _check_any(module, NAMES[asked], spec.model.path)
-    _check_folder(spec, module)
-    if spec.model.lora is not None:
-        choose_layers(module, spec.model.lora)
+    _check_any(module, NAMES[asked], model.path, field)
+    _check_folder(model, module, field)
+    return module
 
 
-def _check_any(module: PreTrainedModel, implementations: tuple[str, ...], path: str) -> None:
+def _check_any(module: PreTrainedModel, implementations: tuple[str, ...], path: str, field: str) -> None:
     """Raises InvalidJob, about the first, if none of these attention implementations computes the model."""
     first: InvalidJob | None = None
     for implementation in implementations:
         try:
-            return check_computable(module, implementation, path, FIELD)
+            return check_computable(module, implementation, path, field)
         except InvalidJob as error:
             first = first or error
     if first is not None:
         raise first
 
 
-def _check_folder(spec: JobSpec, module: PreTrainedModel) -> None:
+def _check_folder(model: Model, module: PreTrainedModel, field: str) -> None:
     """Raises InvalidJob where names or shapes of the folder's tensors show that the model does not take one. Files that
     are not here are left to the trainer."""
-    folder, weights = Path(spec.model.path), None if spec.model.weights is None else Path(spec.model.weights)
+    folder, weights = Path(model.path), None if model.weights is None else Path(model.weights)
     if not readable(folder, weights):
         return
-    place = f"{FIELD}: {folder}" if weights is None else f"model.weights: {weights}"
+    place = f"{field}: {folder}" if weights is None else f"model.weights: {weights}"
     with suppress(OSError, SafetensorError), ModelFiles(folder, weights) as files:
         check_whole_folder(module, files, folder, place, by_value=False)
 

@@ -134,6 +134,11 @@ def test_so_is_the_critics(one_rank: torch.device, tied_model: Path, tmp_path: P
     with pytest.raises(InvalidJob, match=r"algorithm\.critic\.path: .*its architecture is lfm2") as raised:
         build(spec, one_rank)
     assert raised.value.fix
+    with pytest.raises(InvalidJob, match=r"algorithm\.critic\.path: .*its architecture is lfm2"):
+        model_check.check(spec)
+    with pytest.raises(InvalidJob) as both:
+        model_check.check(spec.model_copy(update={"model": spec.model.model_copy(update={"path": str(folder)})}))
+    assert [mistake.field for mistake in both.value.mistakes] == ["model.path", "algorithm.critic.path"]
 
 
 def test_where_ranks_share_micro_batches_flash_attn_does_not_help(tmp_path: Path) -> None:

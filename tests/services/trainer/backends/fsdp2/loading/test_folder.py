@@ -223,3 +223,22 @@ def test_validation_tells_it_by_name_or_shape(
     model_check.check(job_spec(tied_model))
     with pytest.raises(InvalidJob, match=told):
         model_check.check(job_spec(with_tensors(tied_model, tmp_path / "model", added)))
+
+
+@pytest.mark.parametrize(
+    ("added", "told"),
+    [
+        ({"model.layers.0.extra.weight": torch.ones(4)}, r"stores model\.layers\.0\.extra\.weight, for which"),
+        ({"score.weight": torch.ones(5, 64)}, r"its score\.weight is \(5, 64\)"),
+        ({"score.bias": torch.ones(1)}, r"its score\.bias is not 0"),
+    ],
+)
+def test_validation_looks_at_the_critics_folder_too(
+    added: dict[str, torch.Tensor], told: str, tied_model: Path, tmp_path: Path
+) -> None:
+    good = with_tensors(tied_model, tmp_path / "good", {"score.weight": torch.ones(1, 64)})
+    for folder in (None, str(good)):
+        model_check.check(job_spec(tied_model, algorithm=PPO | {"critic": {"path": folder}}))
+    folder = str(with_tensors(tied_model, tmp_path / "critic", added))
+    with pytest.raises(InvalidJob, match=rf"algorithm\.critic\.path: .*{told}"):
+        model_check.check(job_spec(tied_model, algorithm=PPO | {"critic": {"path": folder}}))
