@@ -18,7 +18,9 @@ RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc lib
 COPY millrace millrace
 COPY services/__init__.py services/__init__.py
 COPY services/coordinator services/coordinator
-RUN uv pip install --no-deps -e .
+# A wheel is built and installed: what runs does not lie in a folder that its user could change.
+RUN uv pip install --no-deps . && rm -rf /app/build /app/*.egg-info
+WORKDIR /home/millrace
 
 USER millrace
 VOLUME ["/state", "/data"]

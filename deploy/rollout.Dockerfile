@@ -27,7 +27,9 @@ RUN case ${EXTRA} in cpu-*) export UV_OVERRIDE=cpu-overrides.txt ;; esac \
 COPY millrace millrace
 COPY services/__init__.py services/__init__.py
 COPY services/rollout services/rollout
-RUN uv pip install --no-deps -e .
+# A wheel is built and installed: what runs does not lie in a folder that its user could change.
+RUN uv pip install --no-deps . && rm -rf /app/build /app/*.egg-info
+WORKDIR /home/millrace
 
 USER millrace
 VOLUME ["/data"]

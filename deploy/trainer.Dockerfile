@@ -1,8 +1,13 @@
-# The trainer on CPU: torchrun ranks, rank 0 serves gRPC. Also makes the demo's model and data.
-FROM python:3.11-slim-bookworm
+# The trainer: torchrun ranks, rank 0 serves gRPC. Also makes the demo's model and data. Without arguments for the CPU, with
+# FSDP2 and Megatron-Core; for GPUs with CUDA 13, with Transformer Engine, or with EXTRA=gpu-fsdp2 without it:
+#   --build-arg PYTHON=3.12 --build-arg TORCH_BACKEND=cu130 --build-arg TORCH=2.11.0 --build-arg EXTRA=gpu-megatron
+ARG PYTHON=3.11
+FROM python:${PYTHON}-slim-bookworm
 
 # cpu takes torch's CPU build; empty takes what the package index or deploy/wheels has.
 ARG TORCH_BACKEND=cpu
+ARG TORCH=2.13.0
+ARG EXTRA=cpu-megatron
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 MILLRACE_RANKS=1 MILLRACE_PORT=7610
 # How long torchrun lets its ranks finish a step and a checkpoint once it is told to stop; without it, 30 s.
 ENV TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
@@ -15,12 +20,17 @@ WORKDIR /app
 COPY deploy/wheels /wheels
 COPY pyproject.toml README.md ./
 ENV UV_FIND_LINKS=/wheels UV_SYSTEM_PYTHON=1 UV_BREAK_SYSTEM_PACKAGES=1 UV_NO_CACHE=1
-RUN ${TORCH_BACKEND:+env UV_TORCH_BACKEND=$TORCH_BACKEND} \
-    uv pip install -r pyproject.toml --extra trainer --extra demo "torch==2.13.0"
+# Transformer Engine's part for torch is built for the torch that is installed already: it fetches NVIDIA's wheel.
+RUN export ${TORCH_BACKEND:+UV_TORCH_BACKEND=$TORCH_BACKEND} MAX_JOBS=4 \
+ && uv pip install "torch==${TORCH}" pip setuptools wheel \
+ && uv pip install --no-build-isolation-package transformer-engine-torch \
+    -r pyproject.toml --extra ${EXTRA} --extra demo "torch==${TORCH}"
 COPY millrace millrace
 COPY services/__init__.py services/__init__.py
 COPY services/trainer services/trainer
-RUN uv pip install --no-deps -e .
+# A wheel is built and installed: what runs does not lie in a folder that its user could change.
+RUN uv pip install --no-deps . && rm -rf /app/build /app/*.egg-info
+WORKDIR /home/millrace
 
 USER millrace
 VOLUME ["/data"]

@@ -66,6 +66,7 @@ def export(context: typer.Context) -> None:
 
 
 app.command("up", rich_help_panel=LOCAL)(stack.up)
+app.command("scale", rich_help_panel=LOCAL)(stack.scale)
 app.command("logs", rich_help_panel=LOCAL)(logs.logs)
 app.command("doctor", rich_help_panel=LOCAL)(doctor.doctor)
 app.command("validate", rich_help_panel=JOBS)(validate.validate)

@@ -1,4 +1,4 @@
-"""`millrace up`: the local stack in the foreground."""
+"""`millrace up`: the local stack in the foreground. `millrace scale`: more or fewer replicas of one that runs."""
 
 import sys
 from pathlib import Path
@@ -7,13 +7,19 @@ from typing import Annotated
 import typer
 
 from millrace.engines import ENGINE_NAMES
+from millrace.errors import InvalidState
+from millrace.local.lock import is_running
 from millrace.local.options import StackOptions, pythons
 from millrace.local.ports import free_port
+from millrace.local.scale import scale as ask_for
 from millrace.local.watchdog import watchdog
+
+MOST_REPLICAS = 64
 
 
 def up(
-    replicas: Annotated[int, typer.Option(help="Number of rollout replicas.", min=0, max=64)] = 1,
+    context: typer.Context,
+    replicas: Annotated[int, typer.Option(help="Number of rollout replicas.", min=0, max=MOST_REPLICAS)] = 1,
     ranks: Annotated[int, typer.Option(help="Number of trainer ranks.", min=1, max=64)] = 1,
     engine: Annotated[
         str, typer.Option(help=f"Of the replicas: {', '.join(ENGINE_NAMES)}; or several with commas.")
@@ -44,8 +50,14 @@ def up(
 
     The command stays in the foreground and shows warnings and errors of all services; the full logs are in STATE/logs.
     A service that dies is started again, a limited number of times. Ctrl-C stops all services in order and leaves no
-    process behind; a second Ctrl-C does not wait.
+    process behind; a second Ctrl-C does not wait. If a stack runs on STATE already, --replicas changes the number of
+    its replicas, as `millrace scale` does.
     """
+    if is_running(state):
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+        _change_running(state, replicas, given)
+        return
     from millrace.wire.address import require_protection  # imports gRPC
 
     require_protection(http_host, insecure=insecure)
@@ -64,3 +76,30 @@ def up(
         insecure=insecure,
     )
     raise typer.Exit(watchdog((sys.executable, "-m", "millrace.local", "supervise", options.to_json())))
+
+
+def scale(
+    replicas: Annotated[int, typer.Argument(help="Number of rollout replicas.", min=0, max=MOST_REPLICAS)],
+    state: Annotated[Path, typer.Option(help="Folder of the stack, as `millrace up --state` has it.")] = Path("state"),
+) -> None:
+    """Start or drain replicas of the running local stack, until there are REPLICAS of them.
+
+    A new replica gets the weights from a sibling. One that is superfluous finishes the leases that it has and leaves;
+    those with the highest numbers go. Each GPU has one replica, unless the stack was started with --share-gpus.
+    """
+    changed = ask_for(state.resolve(), replicas)
+    typer.echo(
+        f"{', '.join(changed)}: start or drain; `millrace fleet` shows them." if changed else "nothing to change."
+    )
+
+
+def _change_running(state: Path, replicas: int, given: list[str]) -> None:
+    """`millrace up` on a state folder whose stack runs already."""
+    if others := sorted(set(given) - {"replicas", "state"}):
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+        what = f"another stack runs on the state folder {state}, whose {options} cannot be changed while it runs."
+        raise InvalidState(what, "stop it first, or give --state another folder.")
+    if "replicas" not in given:
+        what = f"another stack runs on the state folder {state}."
+        raise InvalidState(what, "stop it, give --state another folder, or give --replicas to change its replicas.")
+    scale(replicas, state)

@@ -3,10 +3,9 @@
 import sys
 
 from millrace.errors import MillraceError
-from millrace.local.host import visible_devices
-from millrace.local.options import StackOptions, services
+from millrace.local.options import StackOptions
 from millrace.local.service_log import say
-from millrace.local.supervisor import supervise
+from millrace.local.supervisor import of_this_host, supervise
 from millrace.local.watchdog import watchdog
 
 
@@ -15,7 +14,7 @@ def main(role: str, text: str) -> int:
         return watchdog((sys.executable, "-m", "millrace.local", "supervise", text))
     options = StackOptions.from_json(text)
     try:
-        return supervise(options, services(options, visible_devices()))
+        return supervise(options, of_this_host(options))
     except MillraceError as error:
         say("millrace", str(error))
         return 1

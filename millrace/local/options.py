@@ -82,9 +82,8 @@ class Service:
     """Whether a second process of it is kept that has imported and waits: see `millrace.local.launcher.stand_by`."""
 
 
-LOCAL = {"MILLRACE_HOST": "127.0.0.1", "MILLRACE_DRAIN_S": "5"}
-"""The services are reached over the loopback. Where everything stops together there is nothing to wait for: leases that
-are not finished are issued again when the stack starts again."""
+LOCAL = {"MILLRACE_HOST": "127.0.0.1"}
+"""The services are reached over the loopback."""
 
 
 def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service]:

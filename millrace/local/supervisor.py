@@ -2,23 +2,26 @@
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from millrace.client import Client
 from millrace.data import shared_copies
 from millrace.errors import InvalidState, MillraceError, Unavailable
-from millrace.local import child_processes
+from millrace.local import child_processes, scale
+from millrace.local.host import visible_devices
 from millrace.local.launcher import STANDBY
 from millrace.local.lives import Restarts, joined
-from millrace.local.options import Service, StackOptions
+from millrace.local.lock import only_one
+from millrace.local.options import Service, StackOptions, services
 from millrace.local.ports import check_free
 from millrace.local.private import new_private_folder
 from millrace.local.service_log import ServiceLog, say
@@ -31,6 +34,8 @@ LOOK_S = 0.2
 COORDINATOR_READY_S = 60.0
 STANDBY_AFTER_S = 20.0
 """How long a service runs before its standby is started, which imports much: not while the service itself starts."""
+HURRY_S = 5.0
+"""How long replicas finish their leases when the whole stack stops. What is left is issued again by its next start."""
 LEAST_FREE_BYTES = 1 << 20
 """A disk with less room counts as full."""
 SILENT_S = 120.0
@@ -41,14 +46,24 @@ before."""
 class Supervisor:
     """One stack, from start to stop. `run` returns the exit status."""
 
-    def __init__(self, options: StackOptions, services: Sequence[Service]) -> None:
+    def __init__(
+        self, options: StackOptions, members: Sequence[Service], resized: Callable[[StackOptions], Sequence[Service]]
+    ) -> None:
+        """`resized` gives the services of other options. Raises InvalidState if this host cannot run them."""
         self.options = options
-        self.services = services
+        self.services = list(members)
+        self.resized = resized
         self.logs = {s.name: ServiceLog(options.folder / "logs", s.name) for s in self.services}
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.standbys: dict[str, subprocess.Popen[bytes]] = {}
         """Of each service that has one: a process that takes over when the service's own has ended."""
         self.given_up: set[str] = set()
+        self.kept: set[str] = set()
+        """Names of the services that run, or wait to be started again."""
+        self.leaving: set[str] = set()
+        """Names of the replicas that drain because fewer are wanted."""
+        self.scaled: dict[str, Any] = {}
+        """The answer to the last request of `millrace scale`."""
         self.complete = False
         self.full = False
         """The disk of the state folder has no room."""
@@ -71,6 +86,7 @@ class Supervisor:
                 for service in others:
                     tasks.create_task(self.keep(service))
                 tasks.create_task(self.announce())
+                await self.follow(tasks)
         finally:
             await self.stop()
             shared_copies.collect()
@@ -78,16 +94,60 @@ class Supervisor:
             say("millrace", str(self.failure))
         return 1 if self.failure is not None else 0
 
-    async def keep(self, service: Service) -> None:
-        """Runs `service` until the stack stops or somebody drains it, however often it dies: within a bound where it
-        does not come as far as the fleet."""
-        restarts = Restarts()
+    async def follow(self, tasks: asyncio.TaskGroup) -> None:
+        """Starts and drains replicas as `millrace scale` asks for it, until the stack stops."""
+        waiting: set[str] = set()
         while not self.stopping.is_set():
+            request = scale.asked(self.options.folder)
+            if request is not None and request.key != self.scaled.get("key"):
+                self.scaled = {"key": request.key, **self.rescale(request.replicas)}
+                waiting = {s.name for s in self.services if not s.vital} - self.leaving
+                self.write_state()
+            for service in self.services:
+                if service.name in waiting - self.kept:  # one that still drains is started again afterwards
+                    waiting.remove(service.name)
+                    tasks.create_task(self.keep(service))
+            await asyncio.sleep(LOOK_S)
+
+    def rescale(self, replicas: int) -> dict[str, Any]:
+        """From now on so many replicas are wanted; those with the highest numbers leave. Answers which ones come and
+        go, or why this host cannot run them."""
+        options = replace(self.options, replicas=replicas)
+        try:
+            wanted = list(self.resized(options))
+        except InvalidState as error:
+            return {"what": error.what, "fix": error.fix}
+        names = {service.name for service in wanted}
+        left = [service for service in self.services if service.name not in names and service.name in self.kept]
+        changed = [*sorted(names - self.kept), *(service.name for service in left)]
+        self.options, self.services = options, [*wanted, *left]
+        self.leaving = {service.name for service in left}
+        self.given_up -= names
+        for name in names - self.logs.keys():
+            self.logs[name] = ServiceLog(options.folder / "logs", name)
+        say("millrace", f"{replicas} replicas are wanted: {', '.join(changed) or 'none'} start or leave.")
+        return {"changed": changed}
+
+    async def keep(self, service: Service) -> None:
+        """Runs `service` until the stack stops, somebody drains it or it is not wanted any more, however often it dies:
+        within a bound where it does not come as far as the fleet."""
+        self.kept.add(service.name)
+        try:
+            await self._keep(service)
+        finally:
+            self.kept.discard(service.name)
+
+    async def _keep(self, service: Service) -> None:
+        restarts, told = Restarts(), False
+        while not self.stopping.is_set() and service.name not in self.leaving:
             started_s = time.monotonic()
             process = self.start(service)
             while process.poll() is None:
                 if self.stopping.is_set():
                     return
+                if service.name in self.leaving and not told:
+                    told = True
+                    process.terminate()
                 if not service.vital and self.stands_still(service):
                     say("millrace", f"{service.name} has not sent a heartbeat for {SILENT_S:g} s and is killed.")
                     self.life_file(service).unlink()
@@ -97,9 +157,13 @@ class Supervisor:
                 await asyncio.sleep(LOOK_S)
             del self.running[service.name]
             self.clear_orphans()
+            if told:
+                self.write_state()
+                say("millrace", f"{service.name} has drained and left.")
+                return
             if self.drained_file(service).exists():
                 self.write_state()
-                then = "it is not started again. The next `millrace up` starts it."
+                then = "it is not started again. `millrace scale` or the next `millrace up` starts it."
                 say("millrace", f"{service.name} was drained and has left the fleet; {then}")
                 return
             lived_s = time.monotonic() - started_s
@@ -249,6 +313,10 @@ class Supervisor:
             for _, process in stage:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(signal.SIGTERM)
+            if all(not service.vital for service, _ in stage):
+                for _, process in stage:
+                    if not await _ended(process, HURRY_S):
+                        process.send_signal(signal.SIGTERM)  # the second one does not wait for leases
             for service, process in stage:
                 if not await _ended(process, service.grace_s):
                     say("millrace", f"{service.name} did not stop within {service.grace_s:g} s and is killed.")
@@ -277,9 +345,11 @@ class Supervisor:
             "complete": self.complete,
             "watchdog": os.getppid(),
             "supervisor": os.getpid(),
+            "replicas": self.options.replicas,
+            "scale": self.scaled,
             "processes": {name: process.pid for name, process in self.running.items()},
         }
-        path = self.options.folder / "stack.json"
+        path = self.options.folder / scale.STATE
         scratch = path.with_suffix(".part")
         try:
             scratch.write_text(json.dumps(state, indent=1))
@@ -308,25 +378,21 @@ async def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
     return True
 
 
-def supervise(options: StackOptions, members: Sequence[Service]) -> int:
+def of_this_host(options: StackOptions) -> list[Service]:
+    return services(options, visible_devices())
+
+
+def supervise(
+    options: StackOptions,
+    members: Sequence[Service],
+    resized: Callable[[StackOptions], Sequence[Service]] = of_this_host,
+) -> int:
     """The supervisor's process, one at a time on a state folder. Its failure to start is told in one line."""
     new_private_folder(options.folder)
     try:
-        with _only_one(options.folder / "lock"):
-            return asyncio.run(Supervisor(options, members).run())
+        with only_one(options.folder):
+            (options.folder / scale.REQUEST).unlink(missing_ok=True)
+            return asyncio.run(Supervisor(options, members, resized).run())
     except MillraceError as error:
         say("millrace", str(error))
         return 1
-
-
-@contextlib.contextmanager
-def _only_one(path: Path) -> Iterator[None]:
-    """The kernel releases the lock when this process ends, however it ends."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InvalidState(
-                f"another stack runs on the state folder {path.parent}.", "stop it, or give --state another folder."
-            ) from error
-        yield

@@ -142,6 +142,9 @@ class Slurm:
         assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr or done.stdout}"
         return done.stdout.strip()
 
+    def succeeds(self, *argv: str) -> bool:
+        return self._run(argv, {}).returncode == 0
+
     def _run(self, argv: Sequence[str], environment: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
         command = self.network[self.nodes[0]].command(argv)
         given = {**self._environment, **environment}

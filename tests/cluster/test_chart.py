@@ -16,7 +16,8 @@ validation = pytest.importorskip("kubernetes_validate")
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy/helm"
 HELM = os.environ.get("HELM") or shutil.which("helm") or ""
-SIZES = [None, *sorted((CHART / "sizes").glob("*.yaml"))]
+SIZES = sorted((CHART / "sizes").glob("*.yaml"))
+PLAIN = "tls.plaintext=true"
 RELEASES = ("1.31", "1.34")
 """The oldest release of Kubernetes that the chart allows, and a newer one."""
 CUSTOM = {
@@ -56,9 +57,9 @@ def environment(template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: size.stem if size else "defaults")
-def test_every_object_is_valid(size: Path | None, release: str) -> None:
-    objects = rendered(*([size] if size else []), release=release)
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: size.stem)
+def test_every_object_is_valid(size: Path, release: str) -> None:
+    objects = rendered(size, release=release)
     for each in objects:
         if each["kind"] not in CUSTOM:
             validation.validate(each, release, strict=True)
@@ -74,10 +75,10 @@ def test_every_object_is_valid(size: Path | None, release: str) -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: size.stem if size else "defaults")
-def test_no_pod_is_root_and_each_gets_the_time_of_its_drain(size: Path | None) -> None:
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: size.stem)
+def test_no_pod_is_root_and_each_gets_the_time_of_its_drain(size: Path) -> None:
     """Kubernetes kills after 30 seconds by default."""
-    found = dict(templates(rendered(*([size] if size else []))))
+    found = dict(templates(rendered(size)))
     for template in found.values():
         spec = template["spec"]
         assert spec["securityContext"]["runAsNonRoot"] and not spec["automountServiceAccountToken"]
@@ -90,10 +91,10 @@ def test_no_pod_is_root_and_each_gets_the_time_of_its_drain(size: Path | None) -
     assert {"mill-coordinator", "mill-trainer", "mill-rollout"} <= set(found)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: size.stem if size else "defaults")
-def test_what_selects_pods_finds_them(size: Path | None) -> None:
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: size.stem)
+def test_what_selects_pods_finds_them(size: Path) -> None:
     """Services, budgets, network policies and controllers name labels that pods have."""
-    objects = rendered(*([size] if size else []))
+    objects = rendered(size)
     labels = [template["metadata"]["labels"] for _, template in templates(objects)]
     for each in objects:
         spec = each.get("spec", {})
@@ -103,12 +104,17 @@ def test_what_selects_pods_finds_them(size: Path | None) -> None:
             assert any(wanted.items() <= one.items() for one in labels), (each["kind"], each["metadata"]["name"])
 
 
+def read_by_services() -> str:
+    """Text that has each variable of the services in quotes."""
+    files = [path for folder in ("millrace", "services") for path in (ROOT / folder).rglob("*.py")]
+    of_tls = (ROOT / "docs/security.md").read_text().replace("`", '"')
+    return "\n".join([*(path.read_text() for path in files), of_tls])
+
+
 def test_every_variable_is_an_option_of_a_service() -> None:
     """The chart has no options of its own for what a service reads."""
-    read = "\n".join(path.read_text() for folder in ("millrace", "services") for path in (ROOT / folder).rglob("*.py"))
-    named = {
-        name for size in SIZES for _, one in templates(rendered(*([size] if size else []))) for name in environment(one)
-    }
+    read = read_by_services()
+    named = {name for size in SIZES for _, one in templates(rendered(size)) for name in environment(one)}
     assert {name for name in named if name.startswith("MILLRACE_") and f'"{name}"' not in read} == set()
     assert len(named) > 10
 
@@ -129,7 +135,7 @@ def test_the_ranks_of_several_hosts_meet_at_the_first_pod() -> None:
 
 def test_a_trainer_that_is_evicted_is_no_success(tmp_path: Path) -> None:
     """The command of the chart with another torchrun, which drains. An index of a Job that ends with 0 is over."""
-    (job,) = [each for each in rendered() if each["kind"] == "Job"]
+    (job,) = [each for each in rendered(PLAIN) if each["kind"] == "Job"]
     command = job["spec"]["template"]["spec"]["containers"][0]["command"]
     drained = tmp_path / "drained"
     torchrun = tmp_path / "torchrun"
@@ -155,14 +161,16 @@ def test_a_trainer_that_is_evicted_is_no_success(tmp_path: Path) -> None:
 
 
 def test_sandboxes_are_open_where_they_are_wanted_and_closed_elsewhere() -> None:
-    replica = dict(templates(rendered()))["mill-rollout"]["spec"]
+    replica = dict(templates(rendered(PLAIN)))["mill-rollout"]["spec"]
     assert replica["hostUsers"] is False and replica["securityContext"]["seccompProfile"]["type"] == "Unconfined"
     assert replica["containers"][0]["securityContext"]["procMount"] == "Unmasked"
     closed = dict(templates(rendered(CHART / "sizes/laptop.yaml")))["mill-rollout"]["spec"]
     assert closed["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault" and "hostUsers" not in closed
 
 
-def test_a_misspelt_value_and_a_missing_redis_are_refused() -> None:
-    rendered("trainer.gpu=8", fails=True)
-    rendered("redis.enabled=false", fails=True)
-    rendered("redis.enabled=false", "redis.existingSecret=redis")
+def test_a_misspelt_value_a_missing_redis_and_missing_certificates_are_refused() -> None:
+    rendered(PLAIN, fails=False)
+    rendered(fails=True)
+    rendered(PLAIN, "trainer.gpu=8", fails=True)
+    rendered(PLAIN, "redis.enabled=false", fails=True)
+    rendered(PLAIN, "redis.enabled=false", "redis.existingSecret=redis")

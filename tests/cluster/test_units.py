@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.rollout import __main__ as replica
-from tests.cluster.test_chart import ROOT
+from tests.cluster.test_chart import ROOT, read_by_services
 
 SYSTEMD, SLURM = ROOT / "deploy/systemd", ROOT / "deploy/slurm"
 UNITS = sorted(SYSTEMD.glob("*.service"))
@@ -39,7 +39,7 @@ def test_a_unit_waits_for_the_drain_and_tells_the_main_process_alone(unit: Path)
 
 
 def test_scripts_are_bash_and_their_variables_are_those_of_the_services() -> None:
-    read = "\n".join(path.read_text() for folder in ("millrace", "services") for path in (ROOT / folder).rglob("*.py"))
+    read = read_by_services()
     page = (ROOT / "docs/cluster.md").read_text()
     for script in [*SLURM.iterdir(), *UNITS]:
         if script.parent == SLURM:

@@ -33,6 +33,7 @@ class Project:
         self.url = f"http://127.0.0.1:{port}"
         self._environment = os.environ | {
             "COMPOSE_FILE": "deploy/docker-compose.yml",
+            "COMPOSE_PROFILES": "cpu",
             "COMPOSE_PROJECT_NAME": f"millrace-test-{port}",
             "MILLRACE_HTTP_PORT": str(port),
             "OMP_NUM_THREADS": "1",

@@ -33,6 +33,18 @@ def test_what_is_published_is_published_on_the_loopback_unless_told_otherwise() 
     }
 
 
+def test_the_profile_gpu_reserves_devices_and_is_otherwise_that_of_the_cpu() -> None:
+    for name in ("trainer", "rollout"):
+        cpu, gpu = SERVICES[name], SERVICES[f"{name}-gpu"]
+        assert (cpu["profiles"], gpu["profiles"]) == (["cpu"], ["gpu"])
+        (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
+        assert device["driver"] == "nvidia" and device["capabilities"] == ["gpu"]
+        assert gpu["stop_grace_period"] == cpu["stop_grace_period"] and gpu["volumes"] == cpu["volumes"]
+        assert set(gpu["environment"]) - set(cpu["environment"]) == {"CUDA_VISIBLE_DEVICES"}
+        known = set(re.findall(r"^ARG (\w+)", (DEPLOY / f"{name}.Dockerfile").read_text(), re.MULTILINE))
+        assert set(gpu["build"]["args"]) <= known, "an argument that no line of the Dockerfile takes is ignored"
+
+
 def test_what_watches_starts_only_when_asked_for_and_finds_its_files() -> None:
     for name in ("prometheus", "grafana"):
         assert SERVICES[name]["profiles"] == ["watch"]
@@ -74,7 +86,7 @@ def test_the_example_of_settings_names_the_compose_file_and_holds_no_secret() ->
     assert all((ROOT / file).is_file() for file in example["COMPOSE_FILE"].split(":"))
     assert example["MILLRACE_TOKEN"] == example["GRAFANA_PASSWORD"] == ""
     used = set(re.findall(r"\$\{(\w+)", (DEPLOY / "docker-compose.yml").read_text()))
-    assert set(example) - used == {"COMPOSE_FILE", "COMPOSE_PROJECT_NAME"}
+    assert set(example) - used == {"COMPOSE_FILE", "COMPOSE_PROJECT_NAME", "COMPOSE_PROFILES"}
 
 
 def test_git_and_images_leave_out_the_settings_with_the_token() -> None:
@@ -98,7 +110,7 @@ def test_the_line_of_the_page_makes_settings_with_a_token(tmp_path: Path) -> Non
 def test_the_replica_may_make_sandboxes_and_grafana_has_a_password_of_its_own() -> None:
     opened = yaml.safe_load((DEPLOY / "sandbox.yml").read_text())["services"]
     options = [f"{each}=unconfined" for each in ("seccomp", "apparmor", "systempaths")]
-    assert opened == {"rollout": {"security_opt": options}}
+    assert opened == {name: {"security_opt": options} for name in ("rollout", "rollout-gpu")}
     assert all(f"--security-opt {each}" in (ROOT / "docs/running.md").read_text() for each in options)
     assert SERVICES["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"].startswith("${GRAFANA_PASSWORD:?")
 

@@ -48,13 +48,16 @@ from millrace.contracts.v1 import fleet_pb2
 async def serve(coordinator, name):
     drained = asyncio.Event()
     def registration():
-        return fleet_pb2.RegisterRequest(member_id=name, kind=fleet_pb2.MEMBER_KIND_ROLLOUT, address="127.0.0.1:9",
+        address = f"127.0.0.1:{9 + int(name[8])}"
+        return fleet_pb2.RegisterRequest(member_id=name, kind=fleet_pb2.MEMBER_KIND_ROLLOUT, address=address,
                                          protocol_version=PROTOCOL_VERSION)
     beat = lambda: fleet_pb2.HeartbeatRequest(member_id=name)
     member = Membership(Peer(coordinator), name, registration, beat, drained.set)
     beating = asyncio.create_task(member.run())
+    asyncio.get_running_loop().add_signal_handler(15, drained.set)
     await drained.wait()
     beating.cancel()
+    await member.drain()
     await member.leave("drained")
 
 asyncio.run(serve(*sys.argv[1:3]))
@@ -63,6 +66,7 @@ asyncio.run(serve(*sys.argv[1:3]))
 
 SUPERVISING = """
 import os, sys
+from millrace.errors import InvalidState
 from millrace.local import supervisor
 from millrace.local.options import Service, StackOptions
 
@@ -72,11 +76,19 @@ ports = ("--http-port", http_port, "--grpc-port", grpc_port)
 coordinator = (python, "-m", "services.coordinator", *ports, "--state-dir", state + "/coordinator")
 options = StackOptions(state, http_port=int(http_port), grpc_port=int(grpc_port))
 supervisor.SILENT_S = float(os.environ.get("TEST_SILENT_S", supervisor.SILENT_S))
-raise SystemExit(supervisor.supervise(options, [
-    Service("coordinator", coordinator, {}, True, 10.0),
-    Service("trainer", (python, "-c", stubborn, mark, stubborn), {}, True, 1.0),
-    Service("rollout-0", (python, "-c", member, "127.0.0.1:" + grpc_port, "rollout-1a2b3c4d", mark), {}, False, 5.0),
-]))
+
+def members(options):
+    if options.replicas > 5:
+        raise InvalidState("six replicas need six GPUs.", "start fewer.")
+    names = [f"rollout-{number}a2b3c4d" for number in range(options.replicas)]
+    replicas = [(python, "-c", member, "127.0.0.1:" + grpc_port, name, mark) for name in names]
+    return [
+        Service("coordinator", coordinator, {}, True, 10.0),
+        Service("trainer", (python, "-c", stubborn, mark, stubborn), {}, True, 1.0),
+        *(Service(f"rollout-{number}", argv, {}, False, 5.0) for number, argv in enumerate(replicas)),
+    ]
+
+raise SystemExit(supervisor.supervise(options, members(options), members))
 """
 
 
@@ -103,7 +115,7 @@ async def until(holds):
             await asyncio.sleep(0.02)
 
 async def main():
-    stack = supervisor.Supervisor(StackOptions(state), [service])
+    stack = supervisor.Supervisor(StackOptions(state), [service], lambda options: [service])
     log = Path(state, "logs", "trainer.log")
     keeping = asyncio.create_task(stack.keep(service))
     await until(lambda: log.exists() and f"{stack.running['trainer'].pid}\\n" in log.read_text())

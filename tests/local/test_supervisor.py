@@ -17,6 +17,8 @@ import psutil
 import pytest
 
 from millrace.client import Client
+from millrace.errors import InvalidState
+from millrace.local.scale import scale
 from tests.local.programs import TAKING_OVER, alive, eventually, supervising
 from tests.ports import held_port
 from tests.processes import runs
@@ -162,6 +164,46 @@ def test_a_drained_member_is_not_started_again_and_a_killed_one_is(stack: Runnin
     status, console = stack.end()
     assert status == 0 and "rollout-0 was drained and has left the fleet; it is not started again" in console
     assert console.count("it is started again") == 1
+
+
+def test_replicas_are_added_and_drained_while_the_stack_runs(shared: Running) -> None:
+    """By `millrace scale` and by `millrace up --replicas`. What does not fit on the host changes nothing."""
+
+    def command(*words: str) -> "subprocess.CompletedProcess[str]":
+        argv = [sys.executable, "-m", "millrace", *words, "--state", str(shared.state)]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+
+    def replicas() -> set[str]:
+        return {name for name in shared.pids() if name.startswith("rollout-")}
+
+    with Client(shared.told()["url"], patience_s=20) as client:
+
+        def states() -> list[str]:
+            return sorted(member.state for member in client.fleet().replicas if member.state != "left")
+
+        eventually(lambda: states() == ["idle"])
+        first = shared.pids()["rollout-0"]
+        done = command("scale", "3")
+        assert done.returncode == 0 and done.stdout.startswith("rollout-1, rollout-2:")
+        eventually(lambda: states() == ["idle"] * 3)
+        assert command("up", "--replicas", "1").returncode == 0
+        eventually(lambda: states() == ["idle"] and replicas() == {"rollout-0"})
+        assert command("scale", "1").stdout == "nothing to change.\n"
+        assert command("up", "--replicas", "2").returncode == 0
+        eventually(lambda: replicas() == {"rollout-0", "rollout-1"})
+        refused = command("scale", "6")
+        assert refused.returncode != 0 and "six GPUs" in refused.stderr
+        refused = command("up", "--replicas", "3", "--ranks", "2")
+        assert refused.returncode != 0 and "--ranks" in refused.stderr
+        assert "--replicas to change" in command("up").stderr
+        assert command("scale", "1").returncode == 0
+        eventually(lambda: replicas() == {"rollout-0"})
+        assert shared.pids()["rollout-0"] == first
+
+
+def test_scale_without_a_stack_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InvalidState, match="no stack runs"):
+        scale(tmp_path, 2)
 
 
 def test_a_member_that_stands_still_is_killed_and_started_again(

@@ -53,6 +53,16 @@ containers:
       - {name: MILLRACE_COORDINATOR, value: "{{ .root.Release.Name }}-coordinator:7600"}
       - {name: MILLRACE_RUNS, value: /data/runs}
       - {name: MILLRACE_METRICS_PORT, value: "7800"}
+      {{- if .root.Values.tls.existingSecret }}
+      - {name: MILLRACE_TLS_CERT, value: /secrets/tls/tls.crt}
+      - {name: MILLRACE_TLS_KEY, value: /secrets/tls/tls.key}
+      - {name: MILLRACE_TLS_CA, value: /secrets/tls/ca.crt}
+      - {name: MILLRACE_TLS_NAME, value: {{ .root.Values.tls.name }}}
+      {{- else if .root.Values.tls.plaintext }}
+      - {name: MILLRACE_PLAINTEXT, value: "1"}
+      {{- else }}
+      {{- fail "tls.existingSecret: empty, and tls.plaintext is false. Fix: name a Secret with tls.crt, tls.key and ca.crt, or set tls.plaintext=true if nobody else is on the pod network." }}
+      {{- end }}
       {{- range .env }}
       - {{ toYaml . | nindent 8 | trim }}
       {{- end }}
@@ -85,12 +95,18 @@ containers:
     volumeMounts:
       - {name: data, mountPath: /data}
       - {name: shm, mountPath: /dev/shm}
+      {{- if .root.Values.tls.existingSecret }}
+      - {name: tls, mountPath: /secrets/tls, readOnly: true}
+      {{- end }}
       {{- range .root.Values.secrets }}
       - {name: secret-{{ . }}, mountPath: /secrets/{{ . }}, readOnly: true}
       {{- end }}
 volumes:
   - {name: data, persistentVolumeClaim: {claimName: {{ include "millrace.claim" .root }}}}
   - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ .of.shm | default "1Gi" }}}}
+  {{- if .root.Values.tls.existingSecret }}
+  - {name: tls, secret: {secretName: {{ .root.Values.tls.existingSecret }}, defaultMode: 0440}}
+  {{- end }}
   {{- range .root.Values.secrets }}
   - {name: secret-{{ . }}, secret: {secretName: {{ . }}}}
   {{- end }}

@@ -1,0 +1,62 @@
+"""How `millrace scale` tells the supervisor of a running stack the number of replicas: by a file in the state folder,
+which the supervisor answers in `stack.json`."""
+
+import json
+import secrets
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import InvalidState, Unavailable
+from millrace.local.lock import is_running
+
+STATE = "stack.json"
+REQUEST = "scale.json"
+ANSWER_S = 15.0
+"""How long the supervisor may take to answer."""
+LOOK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The number of replicas that somebody asks for."""
+
+    replicas: int
+    key: str
+    """Names the request in its answer."""
+
+
+def asked(folder: Path) -> Asked | None:
+    """The newest request."""
+    try:
+        return Asked(**json.loads((folder / REQUEST).read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def scale(folder: Path, replicas: int) -> list[str]:
+    """Asks for so many replicas. Answers the names of those that the supervisor starts or drains now. Raises
+    InvalidState if no stack runs on the folder or this host has too few GPUs, Unavailable if nobody answers."""
+    if not is_running(folder):
+        what = f"no stack runs on the state folder {folder}."
+        raise InvalidState(what, "start one with `millrace up`, or name the folder of one with --state.")
+    request = Asked(replicas, secrets.token_hex(8))
+    scratch = (folder / REQUEST).with_suffix(".part")
+    scratch.write_text(json.dumps(asdict(request)))
+    scratch.replace(folder / REQUEST)
+    deadline = time.monotonic() + ANSWER_S
+    while (answer := told(folder).get("scale", {})).get("key") != request.key:
+        if time.monotonic() > deadline:
+            what = f"the supervisor of the stack on {folder} has not answered for {ANSWER_S:g} s."
+            raise Unavailable(what, "look at its console.")
+        time.sleep(LOOK_S)
+    if "what" in answer:
+        raise InvalidState(answer["what"], answer["fix"])
+    return list(answer["changed"])
+
+
+def told(folder: Path) -> dict[str, Any]:
+    """What the supervisor wrote last."""
+    state: dict[str, Any] = json.loads((folder / STATE).read_text())
+    return state
