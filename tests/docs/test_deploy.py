@@ -1,6 +1,7 @@
 """The containers are given the time that what runs in them may take to stop, and show themselves to this host alone."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -43,6 +44,17 @@ def test_the_profile_gpu_reserves_devices_and_is_otherwise_that_of_the_cpu() -> 
         assert set(gpu["environment"]) - set(cpu["environment"]) == {"CUDA_VISIBLE_DEVICES"}
         known = set(re.findall(r"^ARG (\w+)", (DEPLOY / f"{name}.Dockerfile").read_text(), re.MULTILINE))
         assert set(gpu["build"]["args"]) <= known, "an argument that no line of the Dockerfile takes is ignored"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="needs docker-compose")
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "watch", "environments"])
+def test_docker_compose_takes_every_profile(profile: str) -> None:
+    secrets = {"MILLRACE_TOKEN": "a", "GRAFANA_PASSWORD": "b", "COMPOSE_PROFILES": profile}
+    command = ["docker-compose", "--file", "deploy/docker-compose.yml", "config", "--quiet"]
+    variables = {"PATH": os.environ["PATH"], **secrets}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_watches_starts_only_when_asked_for_and_finds_its_files() -> None:
