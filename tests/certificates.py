@@ -2,6 +2,7 @@
 
 import datetime
 import ipaddress
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,10 @@ class Authority:
         self._revoked: list[int] = []
         self.ca = folder / "ca.crt"
         self.ca.write_bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM))
+
+    def context(self) -> ssl.SSLContext:
+        """Of a client that trusts this CA and shows no certificate."""
+        return ssl.create_default_context(cafile=str(self.ca))
 
     def member(self, name: str, *, days: float = 10, names: Sequence[str] = HERE, crl: Path | None = None) -> Files:
         """A certificate that ends in `days`, for `names`; a second one with this `name` replaces the files."""

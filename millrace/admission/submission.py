@@ -72,8 +72,10 @@ def check(tree: Any) -> JobSpec:
     spec = with_output(parse(tree))
     if too_long := list(_too_long(spec)):
         raise InvalidJob.of(too_long, "the job cannot run:")
+    _keep_inside(spec)  # before anything there is looked at
     try:
         spec = hub.pinned(spec)
+        _keep_inside(spec)  # with the files that patterns stand for
         here = hub.local(spec, data=True)
     except Unavailable as error:
         raise InvalidJob(error.what, error.fix) from error
@@ -98,6 +100,26 @@ def _relative(spec: JobSpec) -> Iterator[Mistake]:
             absolute = os.path.abspath(os.path.expanduser(path))
             likely = field == "output" or os.path.exists(absolute)
             fix = f"write the absolute path, for example {absolute}{function}." if likely else "write an absolute path."
+            yield wrong_value(field, path + function, reason, fix)
+
+
+def _keep_inside(spec: JobSpec) -> None:
+    """Raises InvalidJob with every path outside the folders that jobs may use."""
+    if outside := list(_outside(spec)):
+        raise InvalidJob.of(outside, "the job cannot run:")
+
+
+def _outside(spec: JobSpec) -> Iterator[Mistake]:
+    """Paths that lead out of the folders of MILLRACE_ROOTS, where that is set, also by symbolic links. Names on the hub
+    are no paths."""
+    roots = [os.path.realpath(root) for root in os.environ.get("MILLRACE_ROOTS", "").split(os.pathsep) if root]
+    for field, path, function in _paths(spec):
+        place = os.path.realpath(path)
+        inside = any(os.path.commonpath((place, root)) == root for root in roots)
+        if roots and os.path.isabs(path) and not inside:
+            leads = "lies" if place == os.path.normpath(path) else "leads"
+            reason = f"{leads} outside the folders that jobs may use"
+            fix = f"put it below one of {', '.join(roots)}, or have an operator add its folder to MILLRACE_ROOTS."
             yield wrong_value(field, path + function, reason, fix)
 
 

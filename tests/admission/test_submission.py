@@ -60,6 +60,27 @@ def test_rows_of_trl_by_a_pattern_are_stored_with_the_files_that_match(tmp_path:
         submission.check(tree)
 
 
+def test_paths_stay_below_the_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("alice", "alice-too", "shared"):
+        (tmp_path / name).mkdir()
+    tree = job(tmp_path / "alice", {})
+    monkeypatch.setenv("MILLRACE_ROOTS", f"{tmp_path}/alice:{tmp_path}/shared")
+    assert submission.check(tree).model.path == tree["model"]["path"]
+    foreign = write_rows(tmp_path / "alice-too" / "train.parquet", [PromptRow(0, "sums", "1", ground_truth="2")])
+    refused = r"data\.files: .*: lies outside the folders that jobs may use.*alice, .*shared, .*MILLRACE_ROOTS"
+    with pytest.raises(InvalidJob, match=refused):
+        submission.check(tree | {"data": {"files": [str(foreign)]}})
+    with pytest.raises(InvalidJob, match=r"output: .*: lies outside"):
+        submission.check(tree | {"output": f"{tmp_path}/alice/../out"})
+    link = tmp_path / "alice" / "link.parquet"
+    link.symlink_to(foreign)
+    for files in (str(link), f"{tmp_path}/alice/li*.parquet"):
+        with pytest.raises(InvalidJob, match=r"data\.files: .*: leads outside"):
+            submission.check(tree | {"data": {"files": [files]}})
+    with pytest.raises(InvalidJob, match=r"reward\.function: .*secrets\.py:score.*: lies outside"):
+        submission.check(tree | {"reward": {"function": f"{tmp_path}/secrets.py:score"}})
+
+
 @pytest.mark.parametrize(
     ("made", "words"),
     [(None, "there is no folder"), (300, "has a vocabulary of 300 tokens")],

@@ -1,9 +1,11 @@
 """Calls into workers of other hosts: over TCP, for whoever shows the secret, with deadlines of another host's clock."""
 
 import asyncio
+import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from services.rollout.weights import worker_rpc
 from services.rollout.weights.worker_messages import Introduction, Reply, Request
 from services.rollout.weights.worker_methods import WorkerMethods
 from services.rollout.weights.worker_rpc import HEADER, WorkerRpc, WorkerRpcServer
+from tests.certificates import Authority
 
 
 class Worker:
@@ -87,3 +90,27 @@ def test_a_worker_without_the_secret_is_refused() -> None:
 def test_a_replica_that_cannot_be_reached_is_named() -> None:
     with pytest.raises(Unavailable, match="cannot reach its replica"):
         Worker("tcp://secret@127.0.0.1:1", 0)
+
+
+def test_workers_come_by_tls_where_the_replica_has_an_identity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fleet = Authority(tmp_path / "fleet")
+    stranger = dataclasses.replace(Authority(tmp_path / "other", "other").member("stranger"), ca=fleet.ca)
+
+    def become(variables: Mapping[str, str]) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    async def scenario(rpc: WorkerRpc, place: str) -> None:
+        worker = await asyncio.to_thread(Worker, place, 0)
+        await rpc.wait_for_workers(1, 60)
+        assert await rpc.ask(WorkerMethods.checksums) == [{"rank": 1}]
+        worker.server.close()
+        become(stranger.variables())
+        with pytest.raises(Unavailable, match="has not let this worker in"):
+            await asyncio.to_thread(Worker, place, 1)
+        become(dict.fromkeys(stranger.variables(), ""))
+        with pytest.raises(Unavailable, match="has not let this worker in"):
+            await asyncio.to_thread(Worker, place, 1)
+
+    become(fleet.member("replica").variables())
+    asyncio.run(listening(scenario))
