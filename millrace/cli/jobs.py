@@ -1,7 +1,7 @@
 """Commands that call the coordinator: submit, watch, jobs, events, pause, resume, cancel, fleet, drain."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,12 +13,13 @@ from millrace.cli.settings import Settings, Swept, Variant, applied, changes_of,
 from millrace.client import Client
 from millrace.errors import InvalidState
 from millrace.events import Event
-from millrace.rest import JobState, JobView, MemberState, WaitingFor
+from millrace.rest import FleetView, JobState, JobSummary, JobView, MemberState, WaitingFor
 from millrace.sandbox.boundaries import Missing, listed
 from millrace.spec.pool import ROLLOUT
 from millrace.terminal.output import (
     USAGE_HEADINGS,
     AsJson,
+    FittedTable,
     Url,
     connect,
     duration,
@@ -27,7 +28,6 @@ from millrace.terminal.output import (
     people,
     print_json,
     styled,
-    table,
     usage_cells,
 )
 from millrace.terminal.watch import follow
@@ -116,9 +116,24 @@ def jobs(
     more, found = not every and len(found) > limit, found if every else found[:limit]
     if as_json:
         return print_json(found)
+    console = people()
+    nothing = "There are no jobs. Submit one with `millrace submit job.yaml`."
+    if state is not None or tag is not None:
+        nothing = f"No job is {state or 'there'}{f' with the tag {tag}' if tag else ''}."
+    console.print(jobs_rows(found) if found else nothing)
+    if more:
+        console.print(f"Only the newest {limit} are listed. List all of them with --all.", style="dim")
+    for job in found:
+        if job.waiting and job.waiting.reason is not WaitingFor.EARLIER_JOB:
+            console.print(f"{job.id} waits: {job.waiting.message}", style="yellow", markup=False)
+
+
+def jobs_rows(found: Sequence[JobSummary]) -> FittedTable:
+    """The table of `millrace jobs`."""
     of_users = ["USER"] if any(job.user for job in found) else []
     columns = ("STATE", ">STEP", ">REWARD", ">HELD-OUT", ">AGE", ">QUEUED", ">RAN", "WAITS FOR")
-    rows = table("JOB", "NAME", *of_users, *columns)
+    spare = ("QUEUED", "RAN", "AGE", "WAITS FOR", "USER", "HELD-OUT")
+    rows = FittedTable("JOB", "NAME", *of_users, *columns, spare=spare)
     for job in found:
         age = duration(time.time() - job.created_s)
         queued, took = duration(job.queued_s), duration(job.ran_s) if job.ran_s else "–"
@@ -126,16 +141,7 @@ def jobs(
         waits = job.waiting.reason.replace("_", " ") if job.waiting else ""
         figures = (step, number(job.reward), held_out(job), age, queued, took)
         rows.add_row(job.id, escape(job.name), *([job.user] if of_users else []), styled(job.status), *figures, waits)
-    console = people()
-    nothing = "There are no jobs. Submit one with `millrace submit job.yaml`."
-    if state is not None or tag is not None:
-        nothing = f"No job is {state or 'there'}{f' with the tag {tag}' if tag else ''}."
-    console.print(rows if found else nothing)
-    if more:
-        console.print(f"Only the newest {limit} are listed. List all of them with --all.", style="dim")
-    for job in found:
-        if job.waiting and job.waiting.reason is not WaitingFor.EARLIER_JOB:
-            console.print(f"{job.id} waits: {job.waiting.message}", style="yellow", markup=False)
+    return rows
 
 
 def note(
@@ -220,22 +226,10 @@ def fleet(url: Url = None, as_json: AsJson = False) -> None:
         view = client.fleet()
     if as_json:
         return print_json(view)
-    rows = table(
-        *("MEMBER", "KIND", "STATE", ">VERSION", ">RUNNING", ">LEASES", ">TOKENS/S"),
-        *USAGE_HEADINGS,
-        *("ENGINE", "ADDRESS", "METRICS", "SESSIONS", "DEVICE"),
-    )
-    for member in (*view.trainers, *view.replicas):
-        engine = f"{member.engine} {member.engine_release} ×{member.world_size}"
-        counts = (str(member.version), str(member.running), str(member.leases), f"{member.tokens_per_s:.0f}")
-        ports = [address.rpartition(":")[2] for address in (member.metrics_address, member.sessions_address)]
-        where = (member.address, *ports, member.device)
-        kind = member.kind if member.pool in ("", ROLLOUT) else f"pool {member.pool}"
-        rows.add_row(member.id, kind, styled(member.state), *counts, *usage_cells(member), engine, *where)
     console = people()
     console.print(f"epoch {view.epoch}")
     nobody = "No trainers or replicas are connected. Start a local fleet with `millrace up`."
-    console.print(rows if view.trainers or view.replicas else nobody)
+    console.print(fleet_rows(view) if view.trainers or view.replicas else nobody)
     for member in view.replicas:
         if member.trouble:
             console.print(f"{member.id} could not be configured: {member.trouble}", style="red", markup=False)
@@ -245,6 +239,24 @@ def fleet(url: Url = None, as_json: AsJson = False) -> None:
             missing = listed([Missing(boundary, why) for boundary, why in member.missing_boundaries.items()])
             what = f"{member.id}: the sandbox of reward functions lacks {missing}. Fix: `millrace doctor` on its host."
             console.print(what, style="yellow", markup=False)
+
+
+def fleet_rows(view: FleetView) -> FittedTable:
+    """The table of `millrace fleet`."""
+    rows = FittedTable(
+        *("MEMBER", "KIND", "STATE", ">VERSION", ">RUNNING", ">LEASES", ">TOKENS/S"),
+        *USAGE_HEADINGS,
+        *("ENGINE", "ADDRESS", "METRICS", "SESSIONS", "DEVICE"),
+        spare=("SESSIONS", "METRICS", "ENGINE", "HOST GB", "GPU GB", "CACHE", "DEVICE", "GPU", "LEASES", "RUNNING"),
+    )
+    for member in (*view.trainers, *view.replicas):
+        engine = f"{member.engine} {member.engine_release} ×{member.world_size}"
+        counts = (str(member.version), str(member.running), str(member.leases), f"{member.tokens_per_s:.0f}")
+        ports = [address.rpartition(":")[2] for address in (member.metrics_address, member.sessions_address)]
+        where = (member.address, *ports, member.device)
+        kind = member.kind if member.pool in ("", ROLLOUT) else f"pool {member.pool}"
+        rows.add_row(member.id, kind, styled(member.state), *counts, *usage_cells(member), engine, *where)
+    return rows
 
 
 def drain(member: MemberName, url: Url = None, as_json: AsJson = False) -> None:

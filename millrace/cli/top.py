@@ -11,7 +11,6 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from millrace.client import Client
@@ -22,6 +21,7 @@ from millrace.telemetry.metrics.step.timing import STEP_SECONDS
 from millrace.terminal.output import (
     USAGE_HEADINGS,
     AsJson,
+    FittedTable,
     Url,
     connect,
     duration,
@@ -30,7 +30,6 @@ from millrace.terminal.output import (
     people,
     print_json,
     styled,
-    table,
     usage_cells,
     warning_line,
 )
@@ -158,10 +157,11 @@ def picture(shown: Frame, members: int, trouble: str = "") -> RenderableType:
     return Group(*parts)
 
 
-def jobs_table(shown: Frame) -> Table:
-    rows = table(
+def jobs_table(shown: Frame) -> FittedTable:
+    rows = FittedTable(
         *("JOB", "NAME", "STATE", ">STEP", ">VERSION", ">REWARD", ">HELD-OUT"),
         *(">STEP S", ">TOKENS/S", ">RAN", ">LEFT"),
+        spare=("VERSION", "RAN", "TOKENS/S", "STEP S", "HELD-OUT"),
     )
     for job in shown.jobs:
         now = shown.paces.get(job.id)
@@ -210,11 +210,24 @@ def in_order(fleet: FleetView) -> list[MemberView]:
     return [*fleet.trainers, *sorted(fleet.replicas, key=lambda m: m.state is MemberState.SERVING)]
 
 
-def members_table(members: list[MemberView]) -> Table:
-    rows = table(
+def members_table(members: list[MemberView]) -> FittedTable:
+    rows = FittedTable(
         *("MEMBER", "STATE", ">VERSION", ">RUNNING", ">WAITING", ">FREE", ">LEASES", ">TOKENS/S", ">SILENT S"),
         *USAGE_HEADINGS,
         *("ENGINE", "HOST", "DEVICE"),
+        spare=(
+            "ENGINE",
+            "HOST GB",
+            "FREE",
+            "GPU GB",
+            "SILENT S",
+            "DEVICE",
+            "CACHE",
+            "LEASES",
+            "GPU",
+            "WAITING",
+            "HOST",
+        ),
     )
     for m in members:
         counts = (m.running, m.waiting, m.free, m.leases) if m.kind is MemberKind.ROLLOUT else ("", "", "", "")

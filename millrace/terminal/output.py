@@ -2,14 +2,15 @@
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 import typer.core
 from pydantic import BaseModel
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 
 from millrace.client import Client
@@ -105,6 +106,34 @@ def table(*columns: str) -> Table:
     for column in columns:
         made.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
     return made
+
+
+class FittedTable:
+    """A table that leaves out columns where the terminal is too narrow for all, instead of cutting each."""
+
+    def __init__(self, *columns: str, spare: Sequence[str]) -> None:
+        """`columns` as those of `table`; `spare` are headings of some, the first of which is left out first."""
+        self._columns = columns
+        self._spare = spare
+        self._rows: list[tuple[str, ...]] = []
+
+    def add_row(self, *cells: str) -> None:
+        self._rows.append(cells)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unlimited = options.update(max_width=sys.maxsize)
+        for count in range(len(self._spare) + 1):
+            made = self._without(self._spare[:count])
+            if Measurement.get(console, unlimited, made).maximum <= options.max_width:
+                break
+        yield made
+
+    def _without(self, headings: Sequence[str]) -> Table:
+        kept = [n for n, column in enumerate(self._columns) if column.removeprefix(">") not in headings]
+        made = table(*(self._columns[n] for n in kept))
+        for cells in self._rows:
+            made.add_row(*(cells[n] for n in kept))
+        return made
 
 
 def styled(state: str) -> str:

@@ -19,6 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from millrace.cli import app, top
+from millrace.cli.jobs import fleet_rows, jobs_rows
 from millrace.cli.top import Frame, pace, picture
 from millrace.client import Client
 from millrace.errors import Unavailable
@@ -103,6 +104,24 @@ def test_one_sees_jobs_pace_time_left_what_waits_and_the_fleet() -> None:
     assert "2,469 tokens/s generated, 10 leases, 80 samples running, 0 waiting, 48 free" in lines
     members = [line.split()[:2] for line in lines if line.startswith("rollout-") and "could not" not in line]
     assert members == [["rollout-2", "joining"], [REPLICA.id, "serving"]]  # those that need a look come first
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_narrow_terminal_gets_whole_columns(width: int) -> None:
+    long = JOB.model_copy(update={"evaluation_before": 0.078, "evaluation_last": 0.969, "evaluation_step": 60})
+    client: Any = Coordinator(long, fleet=FLEET)
+    views: dict[str, Any] = {
+        "top": picture(top.frame(client), 50),
+        "jobs": jobs_rows([long]),
+        "fleet": fleet_rows(FLEET),
+    }
+    for name, view in views.items():
+        console = Console(record=True, width=width, highlight=False, file=io.StringIO())
+        console.print(view)
+        printed = console.export_text()
+        assert "…" not in printed and max(map(len, printed.splitlines())) <= width, f"{name}\n{printed}"
+        ids = [JOB.id] if name == "jobs" else [REPLICA.id, TROUBLED.id]
+        assert all(each in printed for each in ids) and "STATE" in printed, f"{name}\n{printed}"
 
 
 def test_what_a_member_uses_is_shown() -> None:
