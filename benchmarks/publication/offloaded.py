@@ -54,7 +54,7 @@ from services.trainer.backends import build
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.world import World
 
-LIMIT_S = 300.0
+LIMIT_S = 120.0
 MIB = 1 << 20
 PART = "it"
 """The part of a process that its pipe calls: each has one."""
@@ -221,6 +221,8 @@ def _key(ref: bytes) -> str:
 def serve(pipe: Connection, kind: type[Trainer] | type[Receiver], host: str, *arguments: Any) -> None:
     """Runs in the process. `host`: its name for NCCL, empty for the true one."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    # Both processes are on this host. By itself Gloo takes the address of the host's name, which may not be reachable.
+    os.environ |= {"MILLRACE_HOST": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     if host:
         os.environ["NCCL_HOSTID"] = host
     torch.set_grad_enabled(False)
