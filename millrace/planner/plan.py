@@ -20,6 +20,7 @@ from millrace.planner.trainer.times import Trainer, TrainingTimes, training_time
 from millrace.planner.workload import Workload
 from millrace.simulation.outcome import Outcome
 from millrace.spec import JobSpec
+from millrace.spec.passes import needs_whole_batch
 
 HOUR_S = 3600.0
 MILLION = 1e6
@@ -117,7 +118,8 @@ class Plan:
         """The job's steps, simulated; None where trainer and replicas take turns."""
         if self.publication is None:
             return None
-        return simulated(self.replica, self.replicas, self.work, self.training, self.publication)
+        streaming = self.spec.trainer.streaming and not needs_whole_batch(self.spec)
+        return simulated(self.replica, self.replicas, self.work, self.training, self.publication, streaming=streaming)
 
     @property
     def step_s(self) -> float:

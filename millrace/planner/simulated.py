@@ -21,7 +21,13 @@ ONCE = (Cause.OPTIMIZER, Cause.DATA, Cause.OFFLOAD)
 
 
 def simulated(
-    replica: Replica, replicas: int, work: Workload, training: TrainingTimes, publication: PublicationTimes
+    replica: Replica,
+    replicas: int,
+    work: Workload,
+    training: TrainingTimes,
+    publication: PublicationTimes,
+    *,
+    streaming: bool,
 ) -> Outcome:
     """Steps of the job, each with the same lengths. Raises InvalidState for a job that cannot go on."""
     once = sum(training.update.get(cause, 0.0) for cause in ONCE)
@@ -40,6 +46,7 @@ def simulated(
         publication_s=publication.seconds,
         pause_s=publication.pause,
         recompute_cache=work.recomputes_cache,
+        streaming=streaming,
     )
     part = reduced(whole, MOST_ANSWERS)
     answers = part.prompts * part.samples

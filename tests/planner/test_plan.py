@@ -28,6 +28,8 @@ def test_a_step_is_simulated_and_takes_at_least_the_longer_side_at_full_load() -
     assert overlapped.least_s == max(overlapped.generating_s, overlapped.training_s) <= overlapped.step_s < turns.step_s
     assert overlapped.generation.total < turns.generation.total  # no tail
     assert turns.simulated is not None and turns.simulated.mean_staleness == 0.0
+    streams = planned(preset("qwen3-8b-8gpu", schedule=ON_POLICY, trainer={"streaming": True}))
+    assert streams.step_s < 0.95 * turns.step_s
     apart = planned(preset("qwen3-8b-8gpu"), colocated=True)
     assert apart.simulated is None and apart.step_s == apart.least_s
 

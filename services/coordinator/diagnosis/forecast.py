@@ -9,6 +9,7 @@ from millrace.simulation.fitting import Request, fitted_rate
 from millrace.simulation.job import reduced, simulate
 from millrace.simulation.setting import Drawn, MeasuredRate, Setting, TrainerRate
 from millrace.spec.job import JobSpec
+from millrace.spec.passes import needs_whole_batch
 
 BOUNDS = (1, 2, 4, 8)
 """Values of `schedule.max_staleness` that are tried."""
@@ -83,6 +84,7 @@ class Measured:
             pause_s=self.pause_s,
             score_s=self.score_s,
             between_s=self.between_s,
+            streaming=spec.trainer.streaming and not needs_whole_batch(spec),
         )
 
 
@@ -116,6 +118,10 @@ def _others(own: Setting, spec: JobSpec, simulated_s: float) -> Iterator[Forecas
         if seconds is not None and seconds < best_s - LEAST_GAIN * simulated_s:
             best_s = seconds
             yield ForecastView(setting="schedule.max_staleness", value=bound, step_s=seconds)
+    if not own.streaming and not needs_whole_batch(spec):
+        seconds = _step_s(replace(own, streaming=True))
+        if seconds is not None and seconds < (1 - LEAST_GAIN) * simulated_s:
+            yield ForecastView(setting="trainer.streaming", value=True, step_s=seconds)
     seconds = _step_s(replace(own, replicas=own.replicas + 1))
     if seconds is not None and seconds < (1 - LEAST_GAIN) * simulated_s:
         yield ForecastView(setting=REPLICAS, value=own.replicas + 1, step_s=seconds)

@@ -49,6 +49,17 @@ def test_another_bound_is_forecast_as_such_a_job_is() -> None:
     assert told[("schedule.max_staleness", 1)] == pytest.approx(taken(1), rel=0.1)
     assert told[("schedule.max_staleness", 1)] < 0.9 * taken(0)
     assert told[("replicas", 2)] == pytest.approx(taken(0, replicas=2), rel=0.1)
+    assert told[("trainer.streaming", True)] == pytest.approx(taken(0, streaming=True), rel=0.1)
+
+
+def test_a_job_that_streams_is_simulated_so_unless_it_needs_the_whole_batch() -> None:
+    streams = spec(0).model_copy(update={"trainer": spec(0).trainer.model_copy(update={"streaming": True})})
+    assert KNOWN.setting(streams).streaming and not KNOWN.setting(spec(0)).streaming
+    assert ("trainer.streaming", True) not in {
+        (each.setting, each.value) for each in forecast(KNOWN, streams, taken(0, streaming=True)).others
+    }
+    whole = streams.model_copy(update={"algorithm": spec(0).algorithm.model_copy(update={"top_entropy_fraction": 0.5})})
+    assert not KNOWN.setting(whole).streaming
 
 
 def test_what_would_not_help_is_not_told() -> None:
@@ -79,6 +90,7 @@ def test_a_diagnosis_tells_the_forecasts_and_the_error() -> None:
     found = diagnose("job-1", 1, 1, summary, spec(0))
     assert found.simulated_s is not None and {each.setting for each in found.forecasts} == {
         "schedule.max_staleness",
+        "trainer.streaming",
         "replicas",
     }
     said = "\n".join(lines(found))
