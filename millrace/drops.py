@@ -37,6 +37,8 @@ class DropReason(StrEnum):
     """Replica after replica died while it worked on this prompt."""
     NO_SIGNAL = "no_signal"
     """All rewards of the group are equal, so that every advantage is 0, and the job drops such groups."""
+    TOO_STALE = "too_stale"
+    """The group is staler than `schedule.max_staleness`, and the job drops such groups."""
     JOB_SUCCEEDED = "job_succeeded"
     """The job had trained all of its steps while the prompt was still in flight."""
     JOB_FAILED = "job_failed"

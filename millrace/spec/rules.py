@@ -28,6 +28,7 @@ def broken_rules(spec: JobSpec) -> list[Mistake]:
         *_sizes(spec),
         *_amounts(spec),
         *_agent(spec),
+        *_staleness(spec),
         *_algorithm(spec),
         *_roles(spec),
         *_optimizers(spec),
@@ -143,12 +144,14 @@ def _sizes(spec: JobSpec) -> Iterator[Mistake]:
 def _amounts(spec: JobSpec) -> Iterator[Mistake]:
     """Products of numbers each of which may be large by itself."""
     schedule, samples, evaluation = spec.schedule, spec.rollout.samples_per_prompt, spec.evaluation
-    if (in_flight := schedule.prompts_per_step * (schedule.max_staleness + 1)) > limits.MOST_IN_FLIGHT:
+    in_flight = schedule.prompts_per_step * (schedule.max_staleness + 1) + schedule.carried_prompts
+    if in_flight > limits.MOST_IN_FLIGHT:
         arithmetic = (
-            f"with max_staleness {schedule.max_staleness} up to {in_flight} prompts would be in flight, more than "
+            f"with max_staleness {schedule.max_staleness} and carried_prompts {schedule.carried_prompts} "
+            f"up to {in_flight} prompts would be in flight, more than "
             f"{limits.MOST_IN_FLIGHT}"
         )
-        yield _broken("schedule.prompts_per_step", schedule.prompts_per_step, arithmetic, "lower one of the two")
+        yield _broken("schedule.prompts_per_step", schedule.prompts_per_step, arithmetic, "lower one of them")
     if (trajectories := schedule.prompts_per_step * samples) > limits.MOST_TRAJECTORIES:
         arithmetic = f"a step of {schedule.prompts_per_step} prompts would have {trajectories} trajectories"
         fix = f"lower it or schedule.prompts_per_step, to {limits.MOST_TRAJECTORIES} together"
@@ -195,6 +198,19 @@ def _roles(spec: JobSpec) -> Iterator[Mistake]:
         yield _broken(
             "trainer.reference.backend_options", spec.trainer.reference.backend_options, reason, "leave it out"
         )
+
+
+def _staleness(spec: JobSpec) -> Iterator[Mistake]:
+    schedule = spec.schedule
+    if schedule.too_stale == "train":
+        if not spec.algorithm.corrections:
+            reason = "nothing would weigh tokens of old versions"
+            fix = "set algorithm.correction, for example {name: tis_token}, or choose regenerate or drop"
+            yield _broken("schedule.too_stale", schedule.too_stale, reason, fix)
+    elif schedule.carried_prompts and schedule.max_staleness == 0:
+        reason = "answers that go on in the next step are too stale for max_staleness 0"
+        fix = "set schedule.max_staleness to at least 1, or leave it out"
+        yield _broken("schedule.carried_prompts", schedule.carried_prompts, reason, fix)
 
 
 def _algorithm(spec: JobSpec) -> Iterator[Mistake]:

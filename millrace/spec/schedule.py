@@ -36,7 +36,21 @@ class Schedule(StrictModel):
     prompts_per_step: int = Field(64, ge=1, le=limits.MOST_IN_FLIGHT)
     """Groups that are trained in one step; a group is all answers to one prompt."""
     max_staleness: int = Field(1, ge=0, le=1000)
-    """How many versions the oldest token of a trajectory may be behind the trainer; 0: strictly on-policy."""
+    """How many versions a trajectory may be behind the trainer, as `staleness_of` counts; 0: strictly on-policy.
+    Prompts of so many steps, and of one more, are in flight at the same time."""
+    staleness_of: Literal["oldest", "mean", "versions"] = "oldest"
+    """What is bounded of a trajectory. oldest: how far its oldest token is behind. mean: how far its tokens are behind
+    on average. versions: how many versions after its first one have sampled tokens of it, whatever their age."""
+    too_stale: Literal["regenerate", "drop", "train"] = "regenerate"
+    """What becomes of a group with a trajectory beyond `max_staleness`. regenerate: its prompt is issued again. drop:
+    it is dropped, and another prompt takes its place. train: it is trained, and algorithm.correction weighs its tokens
+    by how likely they still are."""
+    carried_prompts: int = Field(0, ge=0, le=limits.MOST_IN_FLIGHT)
+    """Prompts that are in flight beyond those of `max_staleness`. A step closes when it has enough groups; unfinished
+    answers go on in the next step, so that the engines are never empty. Those answers have tokens of more versions."""
+    wait_for_slow: bool = False
+    """true: a step trains the prompts that were issued first, and waits for them, so that short answers are not trained
+    sooner than long ones. false: it trains those that are complete first."""
     save_every_steps: int = Field(0, ge=0, le=limits.MOST_STEPS)
     """Steps between two checkpoints. The last step is always saved; 0, or more than there are steps: only the last."""
     keep_checkpoints: int = Field(2, ge=1, le=10_000)

@@ -196,7 +196,7 @@ def test_what_yaml_can_say_and_no_job(tmp_path, text, told):
 
 
 def test_the_tree_is_small_and_every_unclear_leaf_is_explained():
-    assert leaves(JobSpec) < 200
+    assert leaves(JobSpec) < 205
 
 
 def test_a_role_has_the_policys_values_and_its_own():
@@ -225,6 +225,17 @@ def test_an_engine_gets_the_options_for_all_and_its_own():
     assert "sglang: 3: is not a mapping" in refusal(with_("rollout.engine_options", {"sglang": 3}))
     short = {"vllm": {"max_model_len": 8}}
     assert "rollout.engine_options.vllm.max_model_len: 8: " in refusal(with_("rollout.engine_options", short))
+
+
+def test_carried_and_stale_answers_need_what_makes_them_of_use():
+    assert parse(with_("schedule", {"carried_prompts": 8})).schedule.carried_prompts == 8
+    strict = {"carried_prompts": 8, "max_staleness": 0}
+    assert "schedule.carried_prompts: 8: answers that go on" in refusal(with_("schedule", strict))
+    assert 'schedule.too_stale: "train": nothing would weigh' in refusal(with_("schedule", {"too_stale": "train"}))
+    corrected = with_("schedule", strict | {"too_stale": "train"}) | {
+        "algorithm": {"correction": {"name": "tis_token"}}
+    }
+    assert parse(corrected).schedule.too_stale == "train"
 
 
 def test_a_group_of_one_has_no_signal_to_keep_it():

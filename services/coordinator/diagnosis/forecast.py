@@ -78,6 +78,7 @@ class Measured:
             trainer=TrainerRate(token_s=self.train_s / tokens),
             prompt_tokens=self.prompt_tokens,
             max_staleness=spec.schedule.max_staleness,
+            carried_prompts=spec.schedule.carried_prompts,
             replicas=self.replicas,
             slots=self.slots,
             publication_s=self.publication_s,

@@ -41,6 +41,7 @@ def batch_metrics(groups: Sequence[GroupSummary], version: Version, spec: JobSpe
         **spread("prompt_length", prompts),
         "prompt_length/clip_ratio": mean([float(n >= longest_prompt) for n in prompts]),
         **spread("training/staleness", staleness),
+        **spread("training/mean_staleness", [version - mean for g in groups for mean in g.means or g.oldest]),
         "training/epoch": float(max(pass_of(g.prompt_id) for g in groups)),
         "training/groups_without_signal": float(sum(all_equal(g.rewards) for g in groups)),
         **spread("timing_s/generate", [g.generate_s for g in groups]),

@@ -1,13 +1,16 @@
 """Waits for a step's worth of groups: within the staleness bound, and with a signal where the job asks for one."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from millrace import events
 from millrace.drops import DropReason, without_signal
 from millrace.errors import InvalidState
-from millrace.ids import PromptId
+from millrace.ids import PromptId, Version
+from millrace.spec.schedule import Schedule
 from millrace.telemetry.spans.kinds import SpanKind
+from services.coordinator.observe.lengths import Fate
 from services.coordinator.stages.batch import Batch
 from services.coordinator.stages.feed import Feed
 from services.coordinator.stages.issue import issue
@@ -19,6 +22,7 @@ from services.coordinator.state.group import GroupSummary
 
 GATHER_S = 0.01
 """Answers that arrive within this time are looked at together."""
+STALE = DropReason.TOO_STALE
 STALE_ROUNDS = 8
 """A job fails when this many times a step's prompts became stale, without a step in between."""
 REFUSALS_IN_A_ROW = 32
@@ -53,7 +57,7 @@ async def admit(run: Run) -> Batch:
             await run.heed()
             await _look(run, gathered)
             await _check_failures(run)
-            if batch := await feed.take(gathered.admitted, run.spec.schedule.prompts_per_step):
+            if batch := await feed.take(await _due(run, gathered.admitted), run.spec.schedule.prompts_per_step):
                 return batch
             await _check(run, gathered)
             await issue(run)
@@ -67,15 +71,21 @@ async def _look(run: Run, gathered: Gathered) -> None:
     late: list[PromptId] = []
     equal: list[PromptId] = []
     for summary in await run.prompts.summaries(unseen):
-        if not 0 <= summary.staleness(run.job.version) <= run.spec.schedule.max_staleness:
+        if is_late(summary, run.job.version, run.spec.schedule):
             late.append(summary.prompt_id)
+            run.lengths.add(summary, Fate.TOO_STALE)
         elif run.spec.algorithm.drop_groups_without_signal and without_signal(summary.rewards):
             equal.append(summary.prompt_id)
+            run.lengths.add(summary, Fate.WITHOUT_SIGNAL)
         else:
             gathered.admitted[summary.prompt_id] = summary
+            run.lengths.add(summary, Fate.KEPT)
     if late:
-        gathered.stale += await run.prompts.regenerate(late, run.job.step + 1)
-        message = f"{len(late)} groups came too late for version {run.job.version}: their prompts are issued again"
+        step, drops = run.job.step + 1, run.spec.schedule.too_stale == "drop"
+        regenerate = run.prompts.regenerate
+        gathered.stale += await (run.prompts.drop(late, step, STALE) if drops else regenerate(late, step))
+        then = "they are dropped" if drops else "their prompts are issued again"
+        message = f"{len(late)} groups came too late for version {run.job.version}: {then}"
         await run.tell(events.GroupStale(prompts=late[:50]), message)
     if equal:
         reason = DropReason.NO_SIGNAL
@@ -110,3 +120,27 @@ async def _check(run: Run, gathered: Gathered) -> None:
         raise InvalidState(
             what, f"fix the data or the reward function; `millrace show {run.job.id}` lists all reasons."
         )
+
+
+def is_late(group: GroupSummary, version: Version, schedule: Schedule) -> bool:
+    """Whether a group cannot be trained at the trainer's `version` any more."""
+    staleness = group.staleness(version, schedule.staleness_of)
+    return staleness < 0 or (staleness > schedule.max_staleness and schedule.too_stale != "train")
+
+
+async def _due(run: Run, complete: Mapping[PromptId, GroupSummary]) -> Mapping[PromptId, GroupSummary]:
+    """Those of the `complete` groups that the next step may be trained on. If the job waits for slow answers, these are
+    the ones among the step's first prompts in the order of issue, answered or not."""
+    wanted = run.spec.schedule.prompts_per_step
+    if not run.spec.schedule.wait_for_slow:
+        return complete
+    unanswered = [_place(entry) for entry in await run.prompts.unanswered(wanted)]
+    first = sorted([*unanswered, *(_place(group.entry) for group in complete.values())])[:wanted]
+    return {prompt: group for prompt, group in complete.items() if first and _place(group.entry) <= first[-1]}
+
+
+def _place(entry: str) -> tuple[int, int]:
+    """Id of an entry of a Redis stream: milliseconds and a number. Groups of an earlier release, without one, are
+    first."""
+    milliseconds, _, number = entry.partition("-")
+    return int(milliseconds or 0), int(number or 0)

@@ -39,6 +39,7 @@ async def issue(run: Run) -> None:
         prompts_per_step=schedule.prompts_per_step,
         trained=counts.trained,
         in_flight=counts.in_flight,
+        carried=schedule.carried_prompts,
     )
     still_needed = run.steps * schedule.prompts_per_step - counts.trained - counts.in_flight
     room = min(room, still_needed)

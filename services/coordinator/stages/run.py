@@ -18,6 +18,7 @@ from millrace.trackers import Tracker
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer, TrainerLost
 from services.coordinator.observe.events import Events
+from services.coordinator.observe.lengths import Lengths
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.span_store import SpanStore
 from services.coordinator.observe.step_metrics import step_row
@@ -95,6 +96,7 @@ class Run:
         """Opened when the first row is sent."""
         self.microbatches_at_once = 0
         """Micro-batches that keep all ranks of the trainer busy; 0: it takes no step in parts."""
+        self.lengths = Lengths()
         self._terms = LeaseTerms.of(self.spec)
         self._without_replicas = {name: TimeWithoutReplicas() for name in (ROLLOUT, *(p.name for p in self.spec.pools))}
         self._order: tuple[int, Order] | None = None

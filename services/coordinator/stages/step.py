@@ -51,6 +51,7 @@ async def step(run: Run, batch: Batch) -> None:
 async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, seconds: float) -> None:
     reward = mean([r for g in batch.groups for r in g.rewards])
     values = batch_metrics(batch.groups, run.job.version, run.spec)
+    values |= run.lengths.metrics(batch.groups)
     values |= {"timing_s/gen": batch.waited_s, "timing_s/train": seconds}
     values |= milliseconds_per_token({**answer.metrics, **values}, batch.groups)
     row = step_row(batch.step, values, trainer=answer.metrics)

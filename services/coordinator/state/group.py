@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from millrace.contracts.trajectories import (
     TOKEN_BYTES,
@@ -27,6 +27,8 @@ from millrace.rewards.outcome import NOT_FINITE, fits
 Details = Mapping[str, Any]
 Value = TypeVar("Value")
 VOTE_DIGITS = 16
+StalenessOf = Literal["oldest", "mean", "versions"]
+"""`schedule.staleness_of`."""
 SHOWN = 8
 """Most turns or episodes that a message lists."""
 
@@ -100,6 +102,14 @@ class GroupSummary:
     """Episodes that were cancelled when the group had enough others."""
     failed: int = 0
     """Episodes that failed and were left out."""
+    means: list[float] | None = None
+    """The mean version of a trajectory's tokens. None where all tokens of each are of its oldest version."""
+    versions: list[int] | None = None
+    """Number of versions that sampled a trajectory's tokens. None: one each."""
+    newest: list[int] | None = None
+    """The newest version among a trajectory's tokens. None: the oldest."""
+    entry: str = ""
+    """Id of the lease that it answers: ids grow in the order of issue."""
 
     @classmethod
     def of(cls, group: common_pb2.Group, parts: Sequence[str] = ()) -> Self:
@@ -110,6 +120,7 @@ class GroupSummary:
         by_episode = [[one] for one in group.trajectories] if shapes is None else episodes(group)
         known = [_details(each[-1].reward_details) for each in by_episode] if held_out or parts else []
         details = known if held_out else []
+        partial = any(len({span.version for span in t.versions}) > 1 for t in group.trajectories)
         return cls(
             prompt_id=PromptId(group.prompt_id),
             data_source=group.data_source,
@@ -130,6 +141,9 @@ class GroupSummary:
             issued_s=group.issued_s,
             cancelled=group.cancelled_episodes,
             failed=group.failed_episodes,
+            means=[_mean_version(t.versions) for t in group.trajectories] if partial else None,
+            versions=[len({span.version for span in t.versions}) for t in group.trajectories] if partial else None,
+            newest=[max(span.version for span in t.versions) for t in group.trajectories] if partial else None,
         )
 
     @property
@@ -160,9 +174,19 @@ class GroupSummary:
             turns[number if shape is None else shape.episode] += 1 if shape is None else shape.turns
         return list(turns.values())
 
-    def staleness(self, version: Version) -> int:
-        """Staleness of the group's stalest trajectory, at the trainer's `version`."""
-        return version - min(self.oldest)
+    def staleness(self, version: Version, of: StalenessOf = "oldest") -> float:
+        """Staleness of the group's stalest trajectory, at the trainer's `version`, as `of` counts. Negative for tokens
+        of a version that the trainer does not hold."""
+        if (oldest := version - min(self.oldest)) < 0 or of == "oldest":
+            return oldest
+        if of == "mean":
+            return version - min(self.means or self.oldest)
+        return max(self.versions or [1]) - 1
+
+    @property
+    def spans(self) -> list[int]:
+        """Newest version of each trajectory's tokens less its oldest one."""
+        return [new - old for new, old in zip(self.newest or self.oldest, self.oldest, strict=True)]
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
@@ -175,6 +199,11 @@ class GroupSummary:
         if tree.get("accounts") is not None:
             tree["accounts"] = [Account(**account) for account in tree["accounts"]]
         return cls(**tree)
+
+
+def _mean_version(spans: Iterable[common_pb2.VersionSpan]) -> float:
+    tokens = [(span.version, span.end - span.start) for span in spans]
+    return sum(version * count for version, count in tokens) / sum(count for _, count in tokens)
 
 
 def _shapes(group: common_pb2.Group) -> list[TrajectoryShape] | None:

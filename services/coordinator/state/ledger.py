@@ -111,9 +111,12 @@ class Counts:
         return replace(changed, **{to.value: getattr(changed, to) + 1})
 
 
-def capacity(*, staleness: int, version: int, prompts_per_step: int, trained: int, in_flight: int) -> int:
-    """How many prompts can be issued now without any of them exceeding the staleness bound when it is trained."""
-    return max(0, (staleness + version + 1) * prompts_per_step - (trained + in_flight))
+def capacity(
+    *, staleness: int, version: int, prompts_per_step: int, trained: int, in_flight: int, carried: int = 0
+) -> int:
+    """How many prompts can be issued now without any of them exceeding the staleness bound when it is trained, and
+    `carried` more."""
+    return max(0, (staleness + version + 1) * prompts_per_step + carried - (trained + in_flight))
 
 
 def lua_table() -> str:

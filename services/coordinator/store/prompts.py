@@ -231,6 +231,10 @@ class Prompts:
         found = await self._redis.do("ZRANGE", name, f"({after}", "+inf", "BYSCORE", "WITHSCORES")
         return [PromptId(text(p)) for p in found[::2]], int(found[-1]) if found else after
 
+    async def unanswered(self, count: int) -> list[LeaseId]:
+        """The first `count` entries of the queue that have no answer, leased or not, in the order of issue."""
+        return [LeaseId(text(e)) for e in await self._redis.run("unanswered", [self._base], [count])]
+
     async def summaries(self, prompts: Sequence[PromptId]) -> list[GroupSummary]:
         """Summaries of those of the prompts that still have a group."""
         if not prompts:

@@ -63,6 +63,8 @@ class LeaseTerms:
     """Names of the separate rewards that steps report."""
     teacher_top: int | None = None
     """Number of tokens that the teacher reports in each place; None where there is no teacher."""
+    stale_parts: bool = False
+    """Whether answers with tokens older than `max_staleness` may be trained, so that they are continued."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> Self:
@@ -79,6 +81,7 @@ class LeaseTerms:
             purposes,
             spec.reward.reported,
             teacher_top(spec),
+            spec.schedule.staleness_of != "oldest" or spec.schedule.too_stale == "train",
         )
 
     def wanted(self, purpose: Purpose) -> Wanted:
@@ -113,7 +116,8 @@ class RunningJob:
     def usable(self, parts: Sequence[work_pb2.Part], purpose: Purpose) -> list[work_pb2.Part]:
         """The parts that can still become what is asked for."""
         newest = self.weights.version
-        return within(parts, newest if purpose is Purpose.EVALUATION else newest - self.max_staleness, newest)
+        oldest = 0 if self.terms.stale_parts else newest - self.max_staleness
+        return within(parts, newest if purpose is Purpose.EVALUATION else oldest, newest)
 
 
 @dataclass(frozen=True)
@@ -259,7 +263,7 @@ class Queue:
             shown = sorted(samples_of(group, await self._next_step(job_id)), key=lambda each: not each.reward_failure)
             await self._store.records(job_id).add_samples(shown[:1])
             return
-        summary = replace(GroupSummary.of(group, terms.reward_parts), completed_s=time.time())
+        summary = replace(GroupSummary.of(group, terms.reward_parts), completed_s=time.time(), entry=lease.id)
         new = await self._prompts(job_id, purpose).complete(lease, group.SerializeToString(), summary)
         if new:
             self._prometheus.completed(job_id, group)

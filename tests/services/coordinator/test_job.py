@@ -234,6 +234,69 @@ async def test_a_group_that_comes_too_late_is_generated_again(cluster: Cluster, 
 
 
 @scenario
+async def test_a_group_that_comes_too_late_is_dropped_if_asked(cluster: Cluster, spec: dict[str, Any]) -> None:
+    late: list[str] = []
+
+    async def holds_the_answer(request: Any) -> None:
+        if replica.version >= 2 and len(late) < 3 and request.group.purpose == common_pb2.PURPOSE_TRAIN:
+            late.append(request.group.prompt_id)
+            request.group.trajectories[0].versions[0].version = 0
+
+    spec["schedule"]["too_stale"] = "drop"
+    trainer, replica = await cluster.trainer(), await cluster.replica()
+    replica.faults["Complete"] = holds_the_answer
+    job = await cluster.ended(await cluster.submit(spec))
+    assert job.state is JobState.SUCCEEDED and trainer.stalest <= 1
+    ledger = await cluster.ledger(job.id)
+    assert (ledger.issued, ledger.trained, ledger.reasons) == (27, 24, {DropReason.TOO_STALE: 3})
+    assert len(late) == 3 and not trainer.every.keys() & set(late)
+    rows = [row.values for row in cluster.coordinator.client.metrics(job.id)]
+    assert sum(row["training/too_stale_groups"] for row in rows) == 3
+    assert all(0 <= row["trainer/idle_ratio"] <= 1 for row in rows)
+
+
+Steps = list[set[str]]
+
+
+async def _steps_with_slow_prompts(cluster: Cluster, spec: dict[str, Any]) -> tuple[Steps, Steps, int]:
+    """The prompts of each step as they were issued, and as they were trained: each fourth one is slow. With the most
+    prompts that the replica held."""
+    slow, held = [0], [0]
+
+    async def generate(lease: Any) -> None:
+        if lease.purpose == common_pb2.PURPOSE_TRAIN:
+            slow[0] += 1
+            held[0] = max(held[0], len(replica.held))
+            await asyncio.sleep(0.3 * (slow[0] % 4 == 1))
+
+    spec["schedule"] |= {"carried_prompts": 8, "too_stale": "train"}
+    spec["algorithm"] = {"correction": {"name": "tis_token"}}
+    trainer, replica = await cluster.trainer(), await cluster.replica(capacity=64)
+    replica.faults["Generate"] = generate
+    job = await cluster.ended(await cluster.submit(spec))
+    ledger = await cluster.ledger(job.id)
+    assert job.state is JobState.SUCCEEDED and set(trainer.every.values()) == {1}
+    assert (ledger.issued, ledger.trained) == (24, 24)
+    issued = [prompt for prompt in replica.leased if prompt in trainer.every]
+    return *([set(order[n : n + 4]) for n in range(0, 24, 4)] for order in (issued, list(trainer.every))), held[0]
+
+
+@scenario
+async def test_unfinished_answers_go_on_in_the_next_step(cluster: Cluster, spec: dict[str, Any]) -> None:
+    issued, trained, held = await _steps_with_slow_prompts(cluster, spec)
+    assert trained != issued, "steps close without the slow prompts"
+    assert held == 2 * 4 + 8
+
+
+@scenario
+async def test_slow_answers_are_waited_for_if_the_job_says_so(cluster: Cluster, spec: dict[str, Any]) -> None:
+    spec["schedule"]["wait_for_slow"] = True
+    issued, trained, held = await _steps_with_slow_prompts(cluster, spec)
+    assert trained == issued
+    assert held == 2 * 4 + 8
+
+
+@scenario
 async def test_cancel_ends_a_running_a_paused_and_a_queued_job(cluster: Cluster, spec: dict[str, Any]) -> None:
     await cluster.trainer(step_s=0.2), await cluster.replica()
     client = cluster.coordinator.client

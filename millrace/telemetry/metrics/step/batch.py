@@ -129,6 +129,56 @@ BATCH = (
         "Version that the trainer held less the oldest version among a trajectory's tokens.",
     ),
     StepMetric(
+        "training/mean_staleness/{statistic}",
+        Unit.VERSIONS,
+        COORDINATOR,
+        "Version that the trainer held less the mean version of a trajectory's tokens.",
+    ),
+    StepMetric(
+        "training/too_stale_groups",
+        Unit.COUNT,
+        COORDINATOR,
+        "Groups that came too late for the step: `schedule.too_stale` says what became of them.",
+    ),
+    StepMetric(
+        "response_length/offered_mean",
+        Unit.TOKENS,
+        COORDINATOR,
+        "Mean over all responses that were complete for the step, trained or not. Where `response_length/mean` differs "
+        "much, steps favour a length.",
+    ),
+    StepMetric(
+        "response_length/too_stale_mean",
+        Unit.TOKENS,
+        COORDINATOR,
+        "Mean over the responses of `training/too_stale_groups`; where there are any.",
+    ),
+    StepMetric(
+        "response_length/without_signal_mean",
+        Unit.TOKENS,
+        COORDINATOR,
+        "Mean over the responses of groups that were dropped because their rewards are equal; where there are any.",
+    ),
+    StepMetric(
+        "response_length/carried_mean",
+        Unit.TOKENS,
+        COORDINATOR,
+        "Mean over the step's responses with tokens of several versions; where there are any.",
+    ),
+    StepMetric(
+        "fully_async/partial/total_partial_num",
+        Unit.COUNT,
+        COORDINATOR,
+        "The step's responses with tokens of several versions, which verl calls partial.",
+    ),
+    StepMetric("fully_async/partial/partial_ratio", Unit.SHARE, COORDINATOR, "Their share of the step's responses."),
+    StepMetric(
+        "fully_async/partial/max_partial_span",
+        Unit.VERSIONS,
+        COORDINATOR,
+        "Newest less oldest version of a response, at most.",
+    ),
+    StepMetric(
         GROUPS_WITHOUT_SIGNAL,
         Unit.COUNT,
         COORDINATOR,

@@ -8,10 +8,14 @@ import pytest
 from millrace.contracts.v1 import common_pb2, trainer_pb2
 from millrace.drops import DropReason
 from millrace.ids import Version
+from millrace.spec.schedule import Schedule
 from millrace.wire.arrays import pack_logprobs, pack_tokens
 from services.coordinator.observe.samples import samples_of
+from services.coordinator.stages.admit import is_late
 from services.coordinator.stages.batch import group_ref
-from services.coordinator.state.group import GroupSummary, Wanted, fault
+from services.coordinator.state.group import GroupSummary, StalenessOf, Wanted, fault
+
+STALENESS_OF: tuple[StalenessOf, ...] = ("oldest", "mean", "versions")
 
 
 def trajectory(spans: list[tuple[int, int, int]], reward: float | None = 1.0, tokens: int = 4) -> common_pb2.Trajectory:
@@ -300,3 +304,19 @@ def test_samples_have_turns() -> None:
     turns = [(turn.given_tokens, turn.sampled_tokens, turn.reward, turn.versions) for turn in first.turns]
     assert turns == [(0, 2, 0.25, [2]), (2, 2, 0.25, [3])]
     assert samples_of(group(trajectory([(1, 0, 4)])), step=1)[0].turns == []
+
+
+def test_staleness_is_of_the_oldest_token_of_all_tokens_or_of_versions() -> None:
+    plain = GroupSummary.of(group(trajectory([(3, 0, 4)]), trajectory([(5, 0, 4)])))
+    assert [plain.staleness(Version(5), of) for of in STALENESS_OF] == [2, 2, 0]
+    several = GroupSummary.of(group(trajectory([(2, 0, 1), (4, 1, 2), (5, 2, 4)]), trajectory([(5, 0, 4)])))
+    assert [several.staleness(Version(5), of) for of in STALENESS_OF] == [3, 5 - (2 + 4 + 5 + 5) / 4, 2]
+    assert (plain.spans, several.spans) == ([0, 0], [3, 0])
+    assert GroupSummary.from_json(several.to_json()) == several
+    assert all(several.staleness(Version(1), of) < 0 for of in STALENESS_OF), "tokens of a version that is not there"
+    mean, counted = (Schedule(max_staleness=2, staleness_of=of) for of in STALENESS_OF[1:])
+    assert not is_late(several, Version(5), mean) and is_late(several, Version(7), mean)
+    assert not is_late(several, Version(60), counted)
+    assert is_late(several, Version(5), Schedule(max_staleness=2))
+    assert not is_late(several, Version(5), Schedule(max_staleness=2, too_stale="train"))
+    assert is_late(several, Version(1), Schedule(max_staleness=2, too_stale="train"))

@@ -71,3 +71,7 @@ def test_counts_add_up_along_every_path_of_five_moves() -> None:
 def test_capacity(staleness: int, version: int, trained: int, in_flight: int, room: int) -> None:
     found = capacity(staleness=staleness, version=version, prompts_per_step=8, trained=trained, in_flight=in_flight)
     assert found == room
+    more = capacity(
+        staleness=staleness, version=version, prompts_per_step=8, trained=trained, in_flight=in_flight, carried=5
+    )
+    assert more == max(0, (staleness + version + 1) * 8 - trained - in_flight + 5)
