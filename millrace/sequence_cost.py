@@ -8,6 +8,8 @@ from typing import Any, Self
 
 PASSES = 3.0
 """Forward and backward in terms of the forward pass: a backward pass computes two products for each of the forward."""
+STATE_PRODUCTS = 3
+"""Products of a token with the state of a recurrent layer."""
 
 
 @dataclass(frozen=True)
@@ -20,18 +22,25 @@ class AttentionLayer:
     """Query heads times the dimensions of one value."""
     window: int | None = None
     """Tokens that a token sees, itself included; None: all before it."""
+    state: int = 0
+    """Elements of the state of a recurrent layer, which attends to no tokens: heads times dimensions of a key times
+    those of a value."""
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], layer: int) -> Self:
-        """The attention of a layer, by the entries of a Hugging Face config (of its text part). With latent attention
-        (arXiv 2412.19437) a query has a part with positions and one without, and values may have another size."""
+        """The attention of a layer, by the entries of a Hugging Face config (of its text part). A layer of linear
+        attention (GatedDeltaNet, arXiv 2412.06464) has a state instead. With latent attention (arXiv 2412.19437) a
+        query has a part with positions and one without, and values may have another size."""
+        kinds = config.get("layer_types")
+        if kinds and kinds[layer] == "linear_attention" and config.get("linear_num_value_heads"):
+            sizes = config["linear_key_head_dim"] * config["linear_value_head_dim"]
+            return cls(0, 0, state=config["linear_num_value_heads"] * sizes)
         by_layer = config.get("num_attention_heads_per_layer")
         heads = by_layer[layer] if by_layer else config["num_attention_heads"]
         plain = config.get("head_dim") or config["hidden_size"] // heads
         query, value = plain, config.get("v_head_dim") or plain
         if config.get("kv_lora_rank"):
             query = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-        kinds = config.get("layer_types")
         slides = kinds[layer] == "sliding_attention" if kinds else config.get("use_sliding_window") is not False
         return cls(heads * query, heads * value, (config.get("sliding_window") or None) if slides else None)
 
@@ -61,13 +70,16 @@ class SequenceCost:
 
         `matmul_parameters` are those that multiply each token: attention's projections, MLP, router, shared experts and
         as many experts as a token is sent to, and the output head; each costs 2 FLOPs a token and pass. Attention costs
-        2 FLOPs for each pair of tokens and each element of a query and of a value.
+        2 FLOPs for each pair of tokens and each element of a query and of a value. A token reads a recurrent layer's
+        state with its key, adds to it, and reads it with its query: 2 FLOPs each for every element.
         """
         pairs: Counter[int | None] = Counter()
+        products = matmul_parameters
         for layer in attention:
             pairs[layer.window] += layer.query_width + layer.value_width
+            products += STATE_PRODUCTS * layer.state
         return cls(
-            2 * PASSES * matmul_parameters,
+            2 * PASSES * products,
             PASSES * pairs.pop(None, 0),
             tuple((window, PASSES * width) for window, width in sorted(pairs.items()) if window is not None),
         )

@@ -58,9 +58,14 @@ _RIGHT = """
     granitemoe granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe
     laguna llama longcat_flash mellum minicpm3 minimax_m2 ministral ministral3 mistral mixtral mllama
     modernbert-decoder nanochat olmo olmo2 olmo3 olmoe persimmon phi phi3 phi4_multimodal qwen2 qwen2_moe qwen3
-    qwen3_moe seed_oss smollm3 solar_open starcoder2 whisper youtu"""
+    qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3
+    solar_open starcoder2 whisper youtu"""
 RIGHT = frozenset(_RIGHT.split())
 """Right with each of ATTENTIONS."""
+GATED_DELTA = frozenset({"qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"})
+"""Model types (of the text part) with layers of GatedDeltaNet, which the backend computes for each sequence apart."""
+LINEAR = "linear_attention"
+"""The kind of these layers in `layer_types`."""
 RIGHT_WITH: Mapping[str, tuple[str, ...]] = {
     "afmoe": ("segments", "flash_attention_2"),
     "gemma2": ("flash_attention_2",),
@@ -75,8 +80,7 @@ RIGHT_WITH: Mapping[str, tuple[str, ...]] = {
 BY_REASON: Mapping[str, str] = {
     "the state of its recurrent, linear or convolutional layers would run from one packed sequence into the next": """
     bamba falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax
-    nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm
-    zamba zamba2 zaya""",
+    nemotron_h olmo_hybrid recurrent_gemma rwkv xlstm zamba zamba2 zaya""",
     "its layers choose which tokens to attend to, and packed attention would attend to all": """
     axk2 deepseek_v32 deepseek_v4 doge glm_moe_dsa hy_v4 minimax_m3_vl_text""",
     "its attention has sinks, which packed attention leaves out": """

@@ -8,13 +8,14 @@ from typing import Any
 from millrace.backends.fsdp2 import Fsdp2Options, parse
 from millrace.data.model_folder import text_config
 from millrace.errors import InvalidJob, Mistake, wrong_value
+from millrace.fsdp2.architectures import LINEAR
 from millrace.spec import JobSpec
 from millrace.spec.trainer import ROLES, Role
 
 NAME = "sequence_parallel_size"
 FIELD = f"trainer.backend_options.{NAME}"
 HEADS = ("num_attention_heads", "num_attention_heads_per_layer")
-CONFIG_ENTRIES = HEADS
+CONFIG_ENTRIES = (*HEADS, "layer_types")
 """Entries of a model's config (of its text part) that the rules read."""
 SPLIT = ("auto", "varlen", "segments")
 """Attention implementations with which ranks can share a micro-batch."""
@@ -60,6 +61,11 @@ def _broken_rules(options: Fsdp2Options, config: Mapping[str, Any], field: str) 
     if options.attention not in SPLIT:
         reason = f"{options.attention} attention cannot be divided over ranks"
         yield wrong_value(field, size, reason, "leave trainer.backend_options.attention out, or set this to 1.")
+    if LINEAR in (config.get("layer_types") or ()):
+        reason = (
+            "the recurrence of the model's linear attention runs over whole sequences, which ranks would have slices of"
+        )
+        yield wrong_value(field, size, reason, "set it to 1.")
     heads = {config.get("num_attention_heads"), *(config.get("num_attention_heads_per_layer") or ())} - {None}
     for count in sorted(count for count in heads if isinstance(count, int)):
         if count % size:

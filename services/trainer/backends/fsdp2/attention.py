@@ -71,11 +71,15 @@ class Segments:
         return cls(tuple(buckets), place_p.to(device))
 
 
-def model_inputs(attention: str, tokens: RankTokens, device: torch.device) -> dict[str, Any]:
-    """Arguments of a model's forward pass for this rank's tokens of a micro-batch."""
+def model_inputs(
+    attention: str, tokens: RankTokens, device: torch.device, *, recurrent: bool = False
+) -> dict[str, Any]:
+    """Arguments of a model's forward pass for this rank's tokens of a micro-batch. `recurrent`: the model has layers
+    that compute each sequence apart, whatever its attention is."""
     inputs = {"input_ids": tokens.tokens_t[None], "position_ids": tokens.places_t[None], "use_cache": False}
     shared = {} if tokens.exchange is None else {"exchange": tokens.exchange}
-    return {**inputs, **shared, **_packing(attention, tokens.whole, device)}
+    apart = {"segments": Segments.of(tokens.whole.lengths, device)} if recurrent and attention != SEGMENTS else {}
+    return {**inputs, **shared, **apart, **_packing(attention, tokens.whole, device)}
 
 
 def _packing(attention: str, batch: MicroBatch, device: torch.device) -> dict[str, Any]:

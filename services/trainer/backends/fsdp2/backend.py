@@ -23,7 +23,7 @@ from millrace.spec import JobSpec
 from millrace.spec.trainer import Role
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
-from services.trainer.backends.fsdp2 import attention, head
+from services.trainer.backends.fsdp2 import attention, head, recurrent
 from services.trainer.backends.fsdp2.adapted import ModuleAdapter, adapters_off
 from services.trainer.backends.fsdp2.computable import check_config
 from services.trainer.backends.fsdp2.critic import Fsdp2Critic
@@ -95,6 +95,7 @@ class Fsdp2Backend(ShardedModel):
         self._merging: shards.MergedLayers | None = None
         self._dropout = False
         model: Any = self._policy(spec, config, sharding, options)
+        self._recurrent = bool(recurrent.layers(model))
         if spec.trainer.activation_recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._shards: dict[str, Memory | None] = {}
@@ -234,7 +235,7 @@ class Fsdp2Backend(ShardedModel):
         return head.agrees(scores_2r, expected_2r[0])
 
     def _inputs(self, tokens: RankTokens) -> dict[str, Any]:
-        return attention.model_inputs(self._attention, tokens, self.device)
+        return attention.model_inputs(self._attention, tokens, self.device, recurrent=self._recurrent)
 
     def manifest(self, dtype: str) -> Manifest:
         return manifest(self._model, dtype)

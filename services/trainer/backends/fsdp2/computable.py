@@ -12,7 +12,7 @@ from millrace.backends.fsdp2 import Fsdp2Options
 from millrace.errors import InvalidJob, refused
 from millrace.fsdp2 import architectures, rotary, sequence_parallel
 from millrace.spec import JobSpec
-from services.trainer.backends.fsdp2 import attention
+from services.trainer.backends.fsdp2 import attention, recurrent
 from services.trainer.backends.fsdp2.proof.implementations import FLASH
 from services.trainer.backends.fsdp2.proof.packed import Proof, prove
 
@@ -41,11 +41,12 @@ def check_computable(module: PreTrainedModel, implementation: str, path: str, fi
     attention `implementation`. The error names `field` of the job spec."""
     kind, config = type(module), module.config
     kinds = {type(part) for part in module.modules() if isinstance(part, PreTrainedModel)}
-    layers = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - KNOWN_LAYERS)
+    apart = {architectures.LINEAR} if recurrent.layers(module) else set()
+    layers = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - KNOWN_LAYERS - apart)
     if layers:
         reason = f"packed sequences come out wrong in its layers of {', '.join(layers)}"
         raise refused(field, path, reason, ANOTHER)
-    if any(kind._is_stateful for kind in kinds):
+    if any(kind._is_stateful for kind in kinds) and not apart:
         reason = f"the state of {kind.__name__}'s layers would run from one packed sequence into the next"
         raise refused(field, path, reason, ANOTHER)
     if implementation == FLASH and not _takes_flash(kind):

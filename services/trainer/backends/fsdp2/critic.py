@@ -13,6 +13,7 @@ from millrace.backends.fsdp2 import Fsdp2Options
 from millrace.errors import refused
 from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import TensorInfo
+from services.trainer.backends.fsdp2 import recurrent
 from services.trainer.backends.fsdp2.attention import model_inputs
 from services.trainer.backends.fsdp2.computable import check_config
 from services.trainer.backends.fsdp2.flops import sequence_cost
@@ -78,6 +79,7 @@ class Fsdp2Critic(ShardedModel):
         self.config: Mapping[str, object] = config_changes(config.architectures)
         self._attention, self._rank = sharding.attention, sharding.mesh.get_rank()
         self._sequence = sharding.sequence
+        self._recurrent = bool(recurrent.layers(module.model))
         device = torch.device(sharding.mesh.device_type)
         super().__init__(
             module,
@@ -117,7 +119,8 @@ class Fsdp2Critic(ShardedModel):
 
     def _values(self, batch: MicroBatch) -> Tensor:
         tokens = self._sequence.tokens(batch, self._device)
-        values_r: Tensor = self._model(tokens.positions_r, **model_inputs(self._attention, tokens, self._device))
+        inputs = model_inputs(self._attention, tokens, self._device, recurrent=self._recurrent)
+        values_r: Tensor = self._model(tokens.positions_r, **inputs)
         return self._sequence.whole_scores(values_r[None], tokens)[0]
 
 

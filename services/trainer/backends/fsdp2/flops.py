@@ -21,6 +21,9 @@ ATTENTION = (
     "qk_rope_head_dim",
     "v_head_dim",
     "layer_types",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
     "sliding_window",
     "use_sliding_window",
 )

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from millrace.data import quantization
 from millrace.errors import InvalidJob
 from millrace.spec.model import Model
+from services.trainer.backends.fsdp2 import recurrent
 from services.trainer.backends.fsdp2.computable import check_computable, named
 from services.trainer.backends.fsdp2.loading.folder import FIX, ModelFolder
 from services.trainer.backends.fsdp2.noise import set_noise
@@ -96,6 +97,8 @@ def build_unfilled(
         fix = "choose another architecture, or another trainer.backend_options.attention."
         raise InvalidJob(f"{field}: {model.path} cannot be built with {how} attention: {error}", fix) from error
     check_computable(module, sharding.attention, model.path, field)
+    recurrent.check_kernels(module, sharding.mesh.device_type, model.path, field)
+    recurrent.install(module)
     return module
 
 
@@ -126,7 +129,10 @@ def shard_model(
         # Sums, not means: a loss is divided by the whole batch's counts before it comes here. Gloo knows only sums.
         shard.set_gradient_divide_factor(1.0)
         shard.set_force_sum_reduction_for_comms(True)
-    for layer in layers if sharding.compile else ():
+    # Buckets of sequences change in number from one micro-batch to the next: such a layer would be compiled for each.
+    apart = {id(part) for part in recurrent.layers(stored)}
+    compiled = [layer for layer in layers if not any(id(part) in apart for part in layer.modules())]
+    for layer in compiled if sharding.compile else ():
         layer.forward = torch.compile(layer.forward, dynamic=True, options=_COMPILE_OPTIONS)  # inside FSDP's hooks
     module.to_empty(device="cpu" if sharding.offload else mesh.device_type)
     if isinstance(module, PreTrainedModel):

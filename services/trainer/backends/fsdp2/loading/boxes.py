@@ -80,8 +80,10 @@ def boxes(module: PreTrainedModel, files: ModelFiles) -> list[StoredBox] | None:
 
 
 def _name_in(files: ModelFiles, name: str, prefix: str) -> str | None:
-    """The tensor's name in a folder that was written by this model, by the model with a head, or by the one without."""
-    names = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+    """The tensor's name in a folder that was written by this model, by the model with a head, by the one without, or by
+    a model that has towers beside its language model."""
+    inner = name.removeprefix(f"{prefix}.")
+    names = (name, f"{prefix}.{name}", inner, f"{prefix}.language_model.{inner}")
     return next((each for each in names if files.has(each)), None)
 
 

@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from services.trainer.backends.fsdp2 import attention
+from services.trainer.backends.fsdp2 import attention, recurrent
 from services.trainer.backends.fsdp2.noise import JITTER, set_noise
 from services.trainer.backends.fsdp2.proof.implementations import INPUTS, PROVED, BordersLost, left_out
 from services.trainer.backends.fsdp2.proof.tiny import VOCABULARY, tiny
@@ -100,16 +100,18 @@ def _prove(subject: _Subject, implementation: str) -> Proof:
 def _compare(kind: type[PreTrainedModel], config: PreTrainedConfig, implementation: str) -> Proof:
     """Runs both. Raises what the model raises."""
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in build(kind, config, "eager").parameters())
+        probe = build(kind, config, "eager")
+    size = sum(parameter.numel() for parameter in probe.parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"the model has {size:,} parameters with its config made small")
-    with torch.random.fork_rng([]), torch.device("cpu"), torch.enable_grad():
+    with torch.random.fork_rng([]), torch.device("cpu"), torch.enable_grad(), recurrent.in_torch(probe):
         torch.manual_seed(0)
         noisy = copy.deepcopy(config)
         set_noise(noisy, 0.1, JITTER)  # the engine has the folder's: it shows if that changes generation
         alone = random_model(kind, noisy, "eager")
         packed = build(kind, config, implementation)
         packed.load_state_dict(alone.state_dict())
+        apart = recurrent.install(packed)
         tokens = torch.randint(FIRST_TOKEN, VOCABULARY, (sum(LENGTHS),))
         parts = [{"input_ids": part[None], "use_cache": False} for part in tokens.split(LENGTHS)]
         expected = _run(alone.eval(), parts)
@@ -117,7 +119,7 @@ def _compare(kind: type[PreTrainedModel], config: PreTrainedConfig, implementati
         batch = MicroBatch((0,), LENGTHS, tuple(length - 1 for length in LENGTHS), tokens)
         cpu = torch.device("cpu")
         inputs = attention.model_inputs(
-            INPUTS.get(implementation, implementation), SequenceGroup().tokens(batch, cpu), cpu
+            INPUTS.get(implementation, implementation), SequenceGroup().tokens(batch, cpu), cpu, recurrent=apart
         )
         left_out.clear()
         found = _run(packed.train(), [inputs])

@@ -29,13 +29,6 @@ SIZES = {
 HEADS = {"head_dim": 16}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENTS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-LINEAR = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "num_hidden_layers": 4,
-}
 GEMMA = {**HEADS, "query_pre_attn_scalar": 16, "sliding_window": 8}
 RIGHT: dict[str, dict[str, Any]] = {
     "qwen2": {},
@@ -67,8 +60,6 @@ WRONG: dict[str, dict[str, Any]] = {
     "bloom": {},
     "falcon": {},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_next": {**HEADS, **EXPERTS, **LINEAR, "num_experts": 4},
-    "qwen3_5_text": {**HEADS, **LINEAR},
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
     "granitemoehybrid": {},

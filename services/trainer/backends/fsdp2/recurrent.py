@@ -1,0 +1,76 @@
+"""Layers of GatedDeltaNet (arXiv 2412.06464) over packed sequences: Qwen3-Next, Qwen3.5 and 3.6.
+
+transformers runs their convolution and their recurrence over a whole row. Neither may cross the border of a sequence.
+Here each layer gets padded buckets of whole sequences instead (`Segments`): both are causal, so padding after the end
+of a sequence changes nothing in it. That needs no kernel which knows of borders.
+"""
+
+import functools
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from millrace.errors import refused
+from millrace.fsdp2.architectures import GATED_DELTA
+from services.trainer.backends.fsdp2.attention import Segments
+
+KIND = "GatedDeltaNet"
+"""The end of the names of these layers' classes in transformers."""
+KERNELS = "fla"
+"""The module of flash-linear-attention. Without it transformers computes in plain torch, ten times slower or more."""
+OF_TRANSFORMERS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
+"""Functions of a modeling file that take a kernel of another package where that is installed."""
+
+
+def layers(module: nn.Module) -> list[nn.Module]:
+    """The GatedDeltaNet layers of a model whose packed results were shown to be right; none of any other model."""
+    config = getattr(module, "config", None)
+    if config is None or config.get_text_config().model_type not in GATED_DELTA:
+        return []
+    return [part for part in module.modules() if type(part).__name__.endswith(KIND)]
+
+
+def install(module: nn.Module) -> bool:
+    """Makes every such layer take the keyword `segments` and compute each sequence apart. Answers whether there is
+    one."""
+    found: list[Any] = layers(module)
+    for layer in found:
+        layer.forward = functools.partial(_apart, layer.forward)
+    return bool(found)
+
+
+def _apart(whole: Callable[..., Tensor], hidden_states: Tensor, *, segments: Segments, **unused: Any) -> Tensor:
+    """[1, P, H] → [1, P, H]. `whole` is the layer's own forward pass for rows of one sequence each."""
+    row_ph, width = hidden_states[0], hidden_states.shape[-1]
+    outputs = [
+        whole(row_ph.index_select(0, index.flatten()).view(*index.shape, width)).flatten(0, 1)
+        for index in segments.buckets
+    ]
+    return torch.cat(outputs).index_select(0, segments.place_p)[None]
+
+
+def check_kernels(module: nn.Module, device_type: str, path: str, field: str) -> None:
+    """Raises InvalidJob where a GPU would compute these layers without a kernel."""
+    if device_type == "cuda" and layers(module) and importlib.util.find_spec(KERNELS) is None:
+        reason = "its GatedDeltaNet layers need flash-linear-attention, which is not installed here"
+        raise refused(field, path, reason, "install flash-linear-attention on every trainer host.")
+
+
+@contextmanager
+def in_torch(module: nn.Module) -> Iterator[None]:
+    """Inside, such layers compute with plain torch, on a host that has kernels for GPUs too."""
+    files = [importlib.import_module(name) for name in {type(layer).__module__ for layer in layers(module)}]
+    kept = {(file, name): getattr(file, name) for file in files for name in OF_TRANSFORMERS}
+    for (file, name), function in kept.items():
+        setattr(file, name, inspect.unwrap(function))
+    try:
+        yield
+    finally:
+        for (file, name), function in kept.items():
+            setattr(file, name, function)
