@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from millrace.engines import ENGINES, FIELD, reserved_option, unbuilt_option
-from millrace.errors import InvalidJob, Mistake
+from millrace.errors import InvalidJob, Mistake, refused
 from millrace.spec import JobSpec
 from millrace.validation.names import closest
 
@@ -64,4 +64,24 @@ def mistake_in(
 
 def has_latents(model: str) -> bool:
     """Whether a model folder's attention is on latents (DeepSeek-V2 and later models)."""
-    return bool(json.loads((Path(model) / "config.json").read_text()).get("kv_lora_rank"))
+    return bool(_config(model).get("kv_lora_rank"))
+
+
+def is_recurrent(model: str) -> bool:
+    """Whether a model folder, or the text part of one, has layers of linear attention (Qwen3-Next, Qwen3.5)."""
+    config = _config(model)
+    return "linear_attention" in ({**config, **(config.get("text_config") or {})}.get("layer_types") or ())
+
+
+def refuse_recurrent(model: str, engine: str) -> None:
+    """Raises InvalidJob for a model with layers of linear attention: their states are functions of the weights, and
+    were not shown to be those of the trainer in `engine`, before and after a publication."""
+    if is_recurrent(model):
+        reason = f"its layers of linear attention were not shown to be the trainer's with {engine}"
+        raise refused("model.path", model, reason, "choose a model with full attention.")
+
+
+def _config(model: str) -> dict[str, Any]:
+    path = Path(model) / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return config

@@ -10,7 +10,7 @@ from millrace.engines import ENGINES
 from millrace.errors import InvalidState, refused
 from millrace.spec import JobSpec
 from services.rollout.engines.adapter import AdapterShape, not_served
-from services.rollout.engines.options import check_names, has_latents
+from services.rollout.engines.options import check_names, has_latents, refuse_recurrent
 from services.rollout.engines.sglang.adapter import SLOTS
 from services.rollout.nodes.place import EngineStart
 
@@ -31,6 +31,7 @@ def server_arguments(
     if spec.algorithm.router_replay:
         reason = "replicas with SGLang do not report the experts of a token"
         raise refused("algorithm.router_replay", True, reason, "use vLLM, or leave it out.")
+    refuse_recurrent(spec.model.path, "SGLang")
     from sglang.srt.server_args import ServerArgs
 
     options = spec.rollout.options_of("sglang")

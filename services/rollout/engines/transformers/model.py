@@ -128,10 +128,13 @@ def random_model(spec: JobSpec, device: str, attention: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(spec.model.path, trust_remote_code=trust)
         config.update(engine_overrides(spec.model.path))
-        others = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+        others = set(getattr(config.get_text_config(), "layer_types", None) or []) - {
+            "full_attention",
+            "sliding_attention",
+        }
         if others:
             reason = f"this engine cannot run layers of kind {', '.join(others)}"
-            raise refused("model.path", spec.model.path, reason, "use vLLM.")
+            raise refused("model.path", spec.model.path, reason, "choose a model with full attention.")
         model = AutoModelForCausalLM.from_config(
             config,
             dtype=getattr(torch, spec.rollout.dtype),

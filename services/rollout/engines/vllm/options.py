@@ -12,7 +12,7 @@ from millrace.errors import InvalidState, refused
 from millrace.spec import JobSpec
 from services.rollout.engine import Sampling, StopReason
 from services.rollout.engines.adapter import AdapterShape, not_served
-from services.rollout.engines.options import check_names, has_latents
+from services.rollout.engines.options import check_names, has_latents, refuse_recurrent
 from services.rollout.engines.vllm.cpu_weights import experts_kernel
 from services.rollout.nodes.place import EngineStart
 
@@ -34,6 +34,7 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: 
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
+    refuse_recurrent(spec.model.path, "vLLM")
     options = spec.rollout.options_of("vllm")
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     check_names(spec, "vllm", known, "AsyncEngineArgs")

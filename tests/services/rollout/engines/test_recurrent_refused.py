@@ -1,0 +1,31 @@
+"""Engines in which layers of linear attention were not shown to be the trainer's refuse them before they start."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from millrace.errors import InvalidJob
+from services.rollout.engines.options import is_recurrent, refuse_recurrent
+from services.rollout.engines.transformers.model import random_model
+from tests.hybrid_models import IN_THREE, SIZES, TOKENS, TOWER
+from tests.services.rollout.jobs import job_spec
+
+
+@pytest.fixture
+def wrapper(tmp_path: Path) -> Path:
+    """A model whose config has the layers of its language model inside."""
+    config = AutoConfig.for_model("qwen3_5", text_config={**SIZES, **IN_THREE}, vision_config=TOWER, **TOKENS)
+    config.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_language_model_inside_another_is_seen(wrapper: Path) -> None:
+    assert is_recurrent(str(wrapper))
+    with pytest.raises(InvalidJob, match=r"model\.path: .*linear attention were not shown to be the trainer's with an"):
+        refuse_recurrent(str(wrapper), "an engine")
+
+
+def test_the_transformers_engine_sees_it_too(wrapper: Path) -> None:
+    with pytest.raises(InvalidJob, match="this engine cannot run layers of kind linear_attention"):
+        random_model(job_spec(wrapper), "cpu", "sdpa")
