@@ -18,6 +18,7 @@ import pytest
 from millrace.client import Client
 from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
+from millrace.wire.tls import scheme
 from services.coordinator.redis_server import RedisServer
 from tests.ports import held_port
 
@@ -44,7 +45,7 @@ class CoordinatorProcess:
         self.folder = folder
         self.http_port, self.grpc_port = (self._held.enter_context(held_port()) for _ in range(2))
         self.address = f"127.0.0.1:{self.grpc_port}"
-        self.client = Client(f"http://127.0.0.1:{self.http_port}", token="", patience_s=10.0)
+        self.client = Client(f"{scheme()}://127.0.0.1:{self.http_port}", token="", patience_s=10.0)
 
     def start(self) -> None:
         command = [sys.executable, "-m", "services.coordinator", "--state-dir", str(self.folder)]

@@ -10,12 +10,14 @@ from typing import Any
 import psutil
 import pytest
 
+from millrace.client import Client
 from millrace.contracts.methods import FleetRpc
 from millrace.contracts.v1 import fleet_pb2
-from millrace.errors import InvalidState
+from millrace.errors import InvalidState, NotFound, Untrusted
 from millrace.rest import JobState
 from millrace.wire.channel import Peer
 from services.coordinator.redis_server import RedisServer
+from tests.certificates import Authority
 from tests.ports import held_port
 from tests.processes import runs
 from tests.services.coordinator.cluster import around, until
@@ -188,3 +190,29 @@ def test_the_newest_coordinator_on_a_redis_works_and_the_others_stop(tmp_path: P
         await server.stop()
 
     asyncio.run(played())
+
+
+def test_rest_and_grpc_by_mutual_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Authority(tmp_path / "tls")
+    for name, value in fleet.member("member").variables().items():
+        monkeypatch.setenv(name, value)
+
+    async def call(address: str) -> None:
+        peer = Peer(address)
+        try:
+            await peer.call(FleetRpc.Heartbeat, fleet_pb2.HeartbeatRequest(member_id="nobody"))
+        finally:
+            await peer.close()
+
+    with running(tmp_path / "state") as process:
+        address = f"127.0.0.1:{process.grpc_port}"
+        with Client(f"https://127.0.0.1:{process.http_port}") as client:
+            assert client.fleet().replicas == []
+        with pytest.raises(NotFound, match="nobody is not a member"):
+            asyncio.run(call(address))
+        for name in fleet.member("member").variables():
+            monkeypatch.setenv(name, "")
+        with pytest.raises(Untrusted, match="speaks TLS, and this process speaks plaintext"):
+            asyncio.run(call(address))
+        with Client(f"http://127.0.0.1:{process.http_port}", patience_s=0.2) as client, pytest.raises(Untrusted):
+            client.fleet()
