@@ -78,6 +78,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
 
 @contextlib.contextmanager
 def started(state: Path, **options: Any) -> Iterator[Stack]:
+    """No standby of the trainer's launcher: it imports for five seconds of a core, and no test here ends a launcher."""
+    options = {"standby": False, **options}
     environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with held_port() as http, held_port() as grpc:
         asked = StackOptions(str(state), http_port=http, grpc_port=grpc, environment=environment, **options)

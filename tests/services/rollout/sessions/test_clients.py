@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -109,6 +108,8 @@ def test_openai_responses(manner: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropic_messages(stream: bool) -> None:
+    import anthropic  # a second in each worker that collects this file
+
     async def agent(claimed: dict[str, Any]) -> None:
         tool: Any = {"name": "add", "description": "", "input_schema": {"type": "object", "properties": {}}}
         async with anthropic.AsyncAnthropic(
@@ -139,6 +140,8 @@ def test_anthropic_messages(stream: bool) -> None:
 
 
 def test_errors_are_the_clients_own() -> None:
+    import anthropic
+
     async def scenario() -> None:
         async with served() as here:
             playing, claimed = here.play(most_tokens=5), await here.claim()

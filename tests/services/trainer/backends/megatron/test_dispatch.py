@@ -4,7 +4,6 @@ import pytest
 
 from millrace.backends.megatron import MegatronOptions
 from millrace.descriptors import Hosts
-from services.trainer.backends.megatron.model import configuration as dispatch
 
 
 @pytest.mark.parametrize(
@@ -20,6 +19,8 @@ from services.trainer.backends.megatron.model import configuration as dispatch
 def test_auto_takes_deepep_within_a_host_only(
     asked: str, experts: int, hosts: Hosts, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from services.trainer.backends.megatron.model import configuration as dispatch  # imports Megatron
+
     monkeypatch.setattr(dispatch, "deepep_obstacle", lambda: None)
     options = MegatronOptions.model_validate({"expert_parallel": experts, "experts": {"dispatcher": asked}})
     assert dispatch.dispatcher(options, hosts) == chosen
