@@ -8,7 +8,7 @@ percentile ten times the median, by the probabilities of the model itself (model
 that measure the engine's rate, with a full and with an emptying engine. They give G, the seconds in which the full
 engine generates a step's tokens. Then the trainer is made to take as long: its loss waits for each token (loss.py).
 Each case is a job of its own. Its step is compared with the longer of G and T, the trainer's measured seconds, and with
-what the simulator predicts from the lengths and the rate of the first two jobs alone.
+what the simulator predicts from the lengths and the rate of the first two jobs alone, and says of the job with its own.
 
 Prints a JSON object for each case, and a table.
 """
@@ -84,6 +84,8 @@ class Run:
     requests: Sequence[Request]
     between_s: float
     pause_s: float
+    simulated_s: float | None
+    """Seconds of a step, simulated with the job's own lengths and rates, as `millrace diagnose` says."""
 
 
 def main() -> None:
@@ -166,6 +168,7 @@ def one_repeat(client: Client, folder: Path, options: argparse.Namespace) -> Ite
             "ratio": found.step_s / longer_s,
             "predicted_s": predicted_s,
             "error": predicted_s / found.step_s - 1,
+            "simulated_s": found.simulated_s,
             "load": os.getloadavg()[0],
             **{name: found.metrics[name] for name in TOLD},
         }
@@ -211,7 +214,7 @@ def run(client: Client, spec: JobSpec, steps: int) -> Run:
         raise RuntimeError(f"the job is {done.state}: {done.failure}")
     rows = {row.step: row for row in client.metrics(done.id)}
     requests, pauses = timeline(client, done.id, first, last, spec)
-    loop_s = client.diagnosis(done.id, first, last).loop_s
+    diagnosis = client.diagnosis(done.id, first, last)
     return Run(
         done.id,
         first,
@@ -219,7 +222,8 @@ def run(client: Client, spec: JobSpec, steps: int) -> Run:
         step_s=(rows[last].time_s - rows[first - 1].time_s) / steps,
         metrics=means([rows[step] for step in range(first, last + 1)]),
         requests=requests,
-        between_s=sum(loop_s.get(cause, 0.0) for cause in BETWEEN),
+        between_s=sum(diagnosis.loop_s.get(cause, 0.0) for cause in BETWEEN),
+        simulated_s=diagnosis.simulated_s,
         pause_s=statistics.fmean(pauses) if pauses else 0.0,
     )
 
