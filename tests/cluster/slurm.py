@@ -21,11 +21,12 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sque
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 NAMES_OF = Path("/etc/netns")
 """`ip netns exec` shows the files of NAMESPACE here as those of /etc."""
+# A requeued job waits as long as credentials live, 120 seconds by default.
 CONFIGURATION = """
 ClusterName=millrace
 SlurmctldHost={head}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+AuthInfo=socket={folder}/munge/socket,cred_expire=25
 CredType=cred/munge
 SlurmUser=root
 StateSaveLocation={folder}/state
@@ -141,9 +142,6 @@ class Slurm:
         done = self._run(argv, environment)
         assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr or done.stdout}"
         return done.stdout.strip()
-
-    def succeeds(self, *argv: str) -> bool:
-        return self._run(argv, {}).returncode == 0
 
     def _run(self, argv: Sequence[str], environment: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
         command = self.network[self.nodes[0]].command(argv)
