@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
@@ -167,6 +168,8 @@ class Updater:
         for bias, before in self._biases:
             bias.copy_(before)
         self._biases = []
+        if self.has_gradients:  # counts of a pass that was not finished
+            reset_model_temporary_tensors(self._chunks[0].config, self._chunks)
         if not self._resting:
             for chunk in self._chunks:
                 chunk.zero_grad_buffer()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from millrace.errors import MillraceError, NonFinite, Unavailable
+from millrace.spec import presets
 from millrace.spec.passes import needs_whole_batch
 from services.trainer.ranks.event_loop import ControlThread
 from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors
@@ -54,6 +55,7 @@ JOBS: dict[str, dict[str, Any]] = {
         },
         "trainer": {"updates_per_step": 2},
     },
+    "a copy of the model on each rank": {"trainer": {"backend_options": {"fsdp_size": 1}}},
     "several rewards": {"algorithm": {"advantage": {"name": "gdpo"}}, "reward": {"parts": ["score", "format"]}},
     "greedy baseline": {"algorithm": {"advantage": {"name": "remax"}}},
     "squared probabilities": {"algorithm": {"advantage": {"name": "optimal_token_baseline"}}},
@@ -63,6 +65,10 @@ EXACT = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/kl_loss", "
 
 SIZES: dict[int, tuple[int, ...]] = {1: (), 2: (1, 2, 1), 3: (2, 2)}
 """By step the groups of its parts, of four groups."""
+
+
+EARLY = [name for name in presets.names() if name not in ("ppo", "reinforce++")]
+"""The presets that need no whole batch. `step/test_streaming.py` has them on one rank."""
 
 
 def untimed(metrics: dict[str, float]) -> set[str]:
@@ -80,6 +86,7 @@ OF_EPISODES = ("correction, sequence mean, recompute", "squared probabilities")
     ("name", "samples"),
     [
         *((name, 4) for name in JOBS),
+        *(pytest.param(f"preset {name}", 4, marks=pytest.mark.matrix) for name in EARLY),
         *(pytest.param(name, 1, marks=[] if name in WITH_PADDING else pytest.mark.matrix) for name in JOBS),
         *((name, 0) for name in OF_EPISODES),
     ],
@@ -97,7 +104,8 @@ def test_two_ranks_equal_one(
     """Relative 2e-6 of loss and gradient norm; with one sample a prompt, one rank has padding in some micro-batches.
     With `samples` 0 there are episodes, whose trajectories may be on both ranks. The two ranks get the second and the
     third step in parts, if the job allows it."""
-    parts, prompts = JOBS[name], 2 if samples == 1 else 4
+    parts = JOBS[name] if name in JOBS else {"algorithm": {"preset": name.removeprefix("preset ")}}
+    prompts = 2 if samples == 1 else 4
     trainer = {"token_budget": 64, "optimizer": OPTIMIZER, **parts.get("trainer", {})}
     schedule = {"prompts_per_step": prompts}
     spec = job_spec(untied_model, **{**parts, "trainer": trainer, "schedule": schedule})

@@ -24,6 +24,7 @@ from services.trainer.step.schedule import KlCoefficient
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import episode_groups, job_spec, random_groups, refs
 from tests.services.trainer.memory.rank import Rank
+from tests.services.trainer.ranks.test_ranks import EARLY
 from tests.services.trainer.step.test_step import OPTIMIZER, Groups
 from tests.services.trainer.steps import parts_of, train_step
 
@@ -56,8 +57,6 @@ JOBS: dict[str, dict[str, Any]] = {
         }
     },
 }
-EARLY = [name for name in presets.names() if name not in ("ppo", "reinforce++")]
-"""The presets that need no whole batch."""
 APART = ("timing_s/", "perf/", "memory/", "batch/")
 """Metrics of how a step was made, and not of what it is."""
 

@@ -174,8 +174,9 @@ def _trained(world: World, file: Path, case: Case) -> dict[str, Any]:
     entropies = _by_row(backend, batches, [scores.entropy_r for scores in before])
     answer: dict[str, Any] = {"logprobs": logprobs, "entropies": entropies, "losses": [], "norms": []}
     if case.get("break_off"):
-        backend.forward_backward(batches, batch.loss_fn, temperature=batch.TEMPERATURE)
-        backend.zero_gradients()
+        for more in (False, True):
+            backend.forward_backward(batches, batch.loss_fn, temperature=batch.TEMPERATURE, more=more)
+            backend.zero_gradients()
     if "resume" not in case:
         answer["changed"] = _changed(backend, Path(case["model"]), case.get("export", "float32"))
     frozen = _frozen(backend)

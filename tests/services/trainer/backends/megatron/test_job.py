@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import job_spec, random_groups
 from tests.services.trainer.process import IMPATIENT, TwoRanks, trainer
 from tests.services.trainer.publication.receiver import Receiver, reference
-from tests.services.trainer.ranks.test_ranks import EXACT, SIZES
+from tests.services.trainer.ranks.test_ranks import EARLY, EXACT, SIZES
 from tests.services.trainer.step import test_distillation
 from tests.services.trainer.step.test_result import assert_same_shown, step_of
 from tests.services.trainer.step.test_step import OPTIMIZER, Groups, local_step, poisoned_logprob, poisoned_reward
@@ -69,6 +70,42 @@ def test_trains_as_one_rank_of_the_other_backend_and_publishes_it(
         assert tensor is not None
         torch.testing.assert_close(saved[info.name], tensor, atol=2e-5, rtol=1e-4)
         assert torch.equal(received[info.name], saved[info.name])
+
+
+@pytest.mark.matrix  # the test above has parts on every topology
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        *(pytest.param({"preset": name}, {}, id=f"preset {name}") for name in EARLY),
+        pytest.param(ALGORITHM, {"offload_parameters": True}, id="parameters in host memory"),
+        pytest.param(ALGORITHM, {"release_gradients": True}, id="gradients released"),
+        pytest.param(ALGORITHM, {"distributed_optimizer": False}, id="own optimizer state"),
+        pytest.param(
+            {"advantage": {"name": "gae", "options": {"whiten": False}}, "critic": {"optimizer": OPTIMIZER}},
+            {},
+            id="critic",
+        ),
+    ],
+)
+def test_steps_in_parts_train_as_whole_ones(
+    algorithm: dict[str, Any], options: dict[str, Any], two_ranks: TwoRanks, tied_model: Path, tmp_path: Path
+) -> None:
+    """Relative 2e-5 of loss and gradient norm over three steps, and weights within 2e-6."""
+    trained = {"token_budget": 64, "optimizer": OPTIMIZER, "backend": "megatron", "backend_options": options}
+    spec, metrics, weights = job_spec(tied_model, algorithm=algorithm, trainer=trained), [], []
+    for name, sizes in (("whole", {1: (), 2: (), 3: ()}), ("parts", {1: (1, 3), 2: (1, 2, 1), 3: (2, 2)})):
+        job = f"job-{name}-{len(list(tmp_path.iterdir()))}"
+        two_ranks.calls.configure(spec, job=job, configuration=str(tmp_path))
+        metrics.append([two_ranks.step(step, random_groups(4, 4, seed=step), job, sizes[step]) for step in sizes])
+        two_ranks.calls.save(str(tmp_path / name), huggingface=True, job=job)
+        weights.append(load_file(tmp_path / name / "huggingface" / "model.safetensors"))
+    for whole, parts in zip(*metrics, strict=True):
+        assert parts["batch/parts"] > 1 == whole["batch/parts"]
+        for metric in (*EXACT, "critic/vf_loss", "critic/grad_norm"):
+            if metric in whole:
+                assert parts[metric] == pytest.approx(whole[metric], rel=2e-5, abs=2e-6), metric
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.matrix  # test_distillation.py has the losses on one rank of FSDP2
