@@ -33,13 +33,15 @@ async def issue(run: Run) -> None:
     """
     schedule = run.spec.schedule
     counts = await run.prompts.counts()
+    # Complete groups that wait keep no engine busy, and would become too stale: unless they wait for slower ones.
+    waiting = 0 if schedule.wait_for_slow else counts.generated
     room = capacity(
         staleness=schedule.max_staleness,
         version=run.job.version,
         prompts_per_step=schedule.prompts_per_step,
         trained=counts.trained,
         in_flight=counts.in_flight,
-        carried=schedule.carried_prompts,
+        carried=max(0, schedule.carried_prompts - waiting),
     )
     still_needed = run.steps * schedule.prompts_per_step - counts.trained - counts.in_flight
     room = min(room, still_needed)
