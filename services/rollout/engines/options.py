@@ -1,7 +1,7 @@
 """Checks of options that are the same for every engine."""
 
 import json
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,10 +73,11 @@ def is_recurrent(model: str) -> bool:
     return "linear_attention" in ({**config, **(config.get("text_config") or {})}.get("layer_types") or ())
 
 
-def refuse_recurrent(model: str, engine: str) -> None:
+def refuse_recurrent(model: str, engine: str, shown: Collection[str] = ()) -> None:
     """Raises InvalidJob for a model with layers of linear attention: their states are functions of the weights, and
-    were not shown to be those of the trainer in `engine`, before and after a publication."""
-    if is_recurrent(model):
+    were not shown to be those of the trainer in `engine`, before and after a publication. `shown`: model types of which
+    they were."""
+    if is_recurrent(model) and _config(model).get("model_type") not in shown:
         reason = f"its layers of linear attention were not shown to be the trainer's with {engine}"
         raise refused("model.path", model, reason, "choose a model with full attention.")
 

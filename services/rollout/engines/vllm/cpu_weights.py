@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from services.rollout.engines.lifeline import REPLICA_PID, hold_on
+from services.rollout.engines.vllm import cpu_recurrence
 
 
 def install() -> None:
@@ -24,6 +25,7 @@ def install() -> None:
     if current_platform.is_cpu():
         utils: Any = import_module("vllm.model_executor.layers.utils")
         utils.dispatch_cpu_unquantized_gemm = _keep_weight
+        cpu_recurrence.install()
         if (kernel := experts_kernel()) is not None:
             kernel.process_weights_after_loading = _keep_experts
             kernel.apply = _compute_experts

@@ -12,11 +12,19 @@ from millrace.errors import InvalidState, refused
 from millrace.spec import JobSpec
 from services.rollout.engine import Sampling, StopReason
 from services.rollout.engines.adapter import AdapterShape, not_served
-from services.rollout.engines.options import check_names, has_latents, refuse_recurrent
+from services.rollout.engines.options import (
+    check_names,
+    has_latents,
+    is_recurrent,
+    refuse_recurrent,
+)
 from services.rollout.engines.vllm.cpu_weights import experts_kernel
 from services.rollout.nodes.place import EngineStart
 
 CPU_KV_CACHE_BYTES = 1 << 30
+SHOWN_RECURRENT = ("qwen3_next",)
+"""Model types with linear attention whose tokens in the CPU build were compared with transformers, before, during and
+after publications."""
 ON_LATENTS: dict[str, Any] = {
     # The CPU build's other backend for it packs weights, and supports bfloat16 only.
     "attention_config": {"backend": "CPU_MLA"},
@@ -34,7 +42,10 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: 
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
-    refuse_recurrent(spec.model.path, "vLLM")
+    if current_platform.is_cpu():
+        refuse_recurrent(spec.model.path, "vLLM's CPU build", SHOWN_RECURRENT)
+    else:
+        refuse_recurrent(spec.model.path, "vLLM on GPUs")
     options = spec.rollout.options_of("vllm")
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     check_names(spec, "vllm", known, "AsyncEngineArgs")
@@ -115,9 +126,12 @@ def _adapter_arguments(spec: JobSpec, adapter: AdapterShape) -> dict[str, Any]:
     """Arguments for one slot of the adapter's rank, or of the next larger one that vLLM has kernels for. Raises
     InvalidJob for an adapter that vLLM cannot serve."""
     from vllm.config.lora import MaxLoRARanks
+    from vllm.platforms import current_platform
 
     if has_latents(spec.model.path):
         raise not_served("vLLM computes with kv_b_proj folded into other weights, without its adapter")
+    if is_recurrent(spec.model.path) and current_platform.is_cpu():
+        raise not_served("vLLM's CPU build computes layers of linear attention without adapters")
     ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= adapter.rank]
     if not ranks:
         raise not_served(f"vLLM serves ranks up to {max(get_args(MaxLoRARanks))}, and the adapter has {adapter.rank}")
