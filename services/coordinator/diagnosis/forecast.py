@@ -7,7 +7,7 @@ from millrace.errors import InvalidState
 from millrace.rest.diagnosis import REPLICAS, ForecastView
 from millrace.simulation.fitting import Request, fitted_rate
 from millrace.simulation.job import reduced, simulate
-from millrace.simulation.setting import Drawn, MeasuredRate, Setting, TrainerRate
+from millrace.simulation.setting import Drawn, MeasuredRate, Setting, StalenessOf, TooStale, TrainerRate
 from millrace.spec.job import JobSpec
 from millrace.spec.passes import needs_whole_batch
 
@@ -79,6 +79,9 @@ class Measured:
             prompt_tokens=self.prompt_tokens,
             max_staleness=spec.schedule.max_staleness,
             carried_prompts=spec.schedule.carried_prompts,
+            staleness_of=StalenessOf(spec.schedule.staleness_of),
+            too_stale=TooStale(spec.schedule.too_stale),
+            wait_for_slow=spec.schedule.wait_for_slow,
             replicas=self.replicas,
             slots=self.slots,
             publication_s=self.publication_s,

@@ -80,6 +80,9 @@ def test_rates_come_from_the_requests() -> None:
     assert found is not None and found.engine.decode(4, 0.0) == pytest.approx(0.01)
     made = found.setting(spec(1))
     assert (made.prompts, made.samples, made.slots, made.replicas, made.max_staleness) == (8, 4, 4, 1, 1)
+    schedule = {"carried_prompts": 3, "staleness_of": "mean", "too_stale": "drop", "wait_for_slow": True}
+    other = spec(1).model_copy(update={"schedule": spec(1).schedule.model_copy(update=schedule)})
+    assert {name: getattr(found.setting(other), name) for name in schedule} == schedule
     assert made.trainer.token_s * 32 * 107 == pytest.approx(2.0) and made.between_s == 0.5
     assert Measured.of([], 4, {}) is None
 
