@@ -26,6 +26,7 @@ def enter(view: View, scratch_mb: int, *, processes: bool, as_other_user: bool) 
     user who may not read what only its owner may; Python code among it is copied. Raises OSError where the kernel does
     not allow it; the old root is in place then.
     """
+    os.umask(0o022)  # whoever started this process may keep new files from others, and the code runs as another user
     syscalls.mount(None, "/", syscalls.MS_SLAVE | syscalls.MS_REC)
     _mount_memory(STAGE, "mode=755,size=64m")
     try:

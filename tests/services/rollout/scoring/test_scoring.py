@@ -1,6 +1,7 @@
 """The scoring pool against reward functions that misbehave in every way that was thought of. Real processes."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,17 @@ def test_large_answers_travel_and_large_details_stay(obedient: str) -> None:
     long, big = one_group(obedient, ["score 1" + " " * 3_000_000, "big"])
     assert long.score == 1.0
     assert big.score == 1.0 and "100012 characters" in big.details["left_out"]
+
+
+def test_code_is_found_if_new_files_are_the_owners_alone(obedient: str) -> None:
+    """A service of a host may run with such a umask, and the code in the sandbox as another user."""
+    Path(obedient.partition(":")[0]).chmod(0o600)
+    before = os.umask(0o077)
+    try:
+        (scored,) = one_group(obedient, ["score 2"])
+    finally:
+        os.umask(before)
+    assert (scored.score, scored.failure) == (2.0, None)
 
 
 def test_secrets_of_the_system_do_not_reach_the_function(obedient: str, monkeypatch: pytest.MonkeyPatch) -> None:
