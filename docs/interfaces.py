@@ -2,7 +2,7 @@
 pages on REST and the client for the site.
 
 They come from the payloads in `millrace/events/`, from the coordinator's OpenAPI document and from the docstrings of
-`millrace/client.py`.
+`millrace/client/`.
 """
 
 import inspect
@@ -37,7 +37,7 @@ services share a token, every path under `/v1` wants it, or a user's, as `Author
 (RFC 9457) with its `fix`. A job spec is described in [job.md](job.md), an event in [events.md](events.md)."""
 CLIENT = """# Python client
 
-This page comes from the docstrings of `millrace/client.py`.
+This page comes from the docstrings of `millrace/client/`.
 
 ```python
 from millrace.client import Client
@@ -165,7 +165,8 @@ def _type(schema: Schema, known: Mapping[str, Schema] = NONE) -> str:
 
 
 def client_page() -> str:
-    methods = [(name, member) for name, member in vars(Client).items() if inspect.isfunction(member) and name[0] != "_"]
+    members = [(name, member) for part in (Client, *Client.__bases__) for name, member in vars(part).items()]
+    methods = [(name, member) for name, member in members if inspect.isfunction(member) and name[0] != "_"]
     about = f"## Client\n\n```python\nClient{_signature(Client.__init__)}\n```\n\n{_paragraphs(Client.__doc__)}"
     return "\n\n".join([CLIENT, about, *(_method(name, member) for name, member in methods)]) + "\n"
 

@@ -11,16 +11,15 @@ Every call has a deadline. While the coordinator does not answer, or does not re
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
-from urllib.parse import quote, urlsplit
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from millrace import errors
+from millrace.client.connection import DEFAULT_URL as DEFAULT_URL
+from millrace.client.connection import Connection
 from millrace.events import Event
 from millrace.rest import (
     ENDED,
@@ -34,7 +33,6 @@ from millrace.rest import (
     LogView,
     MemberView,
     MetricView,
-    Problem,
     SampleView,
     SeriesView,
     SpecView,
@@ -45,60 +43,19 @@ from millrace.rest.timeline import TimelineView
 from millrace.rest.users import AuditView, NewToken, Role, UserView
 
 if TYPE_CHECKING:
-    import httpx
-    from pydantic import BaseModel
-
     from millrace.spec import JobSpec
 
-    View = TypeVar("View", bound=BaseModel)
-
-DEFAULT_URL = "http://127.0.0.1:7700"
-TIMEOUT_S = 30.0
 PAGE_JOBS = 500
 """Most jobs that one request lists."""
-STREAM_TIMEOUT_S = 60.0
-"""Seconds without a line after which an event stream is opened again; the coordinator sends comments more often."""
 
 
-def default_url() -> str:
-    """Of the local stack."""
-    return DEFAULT_URL if not os.environ.get("MILLRACE_TLS_CA") else DEFAULT_URL.replace("http:", "https:")
-
-
-class Client:
+class Client(Connection):
     """Calls to one coordinator.
 
     `url` is MILLRACE_URL unless given, or else that of the local stack. `token` is the secret that the services share,
     MILLRACE_TOKEN unless given. MILLRACE_TLS_* name the files of TLS for an https
     address. `timeout_s` limits one request; `patience_s` limits how long a call is repeated.
     """
-
-    def __init__(
-        self,
-        url: str | None = None,
-        token: str | None = None,
-        *,
-        timeout_s: float = TIMEOUT_S,
-        patience_s: float = 10.0,
-    ) -> None:
-        self.url = (url or os.environ.get("MILLRACE_URL") or default_url()).rstrip("/")
-        self._token = token
-        self._timeout_s = timeout_s
-        self._patience_s = patience_s
-        self._http: httpx.Client | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self._http is not None:
-            self._http.close()
-            self._http = None
 
     # Jobs.
 
@@ -261,176 +218,8 @@ class Client:
         """The newest requests that changed something or were not allowed, the last one first."""
         return self._views(AuditView, "/v1/audit", limit=limit)
 
-    def ready(self) -> bool:
-        """Whether the coordinator can take jobs: it runs and reaches its Redis. Asks only once."""
-        import httpx
-
-        try:
-            return self._connection().get("/readyz", timeout=5.0).is_success
-        except httpx.HTTPError:
-            return False
-
-    # Requests.
-
-    def _connection(self) -> httpx.Client:
-        if self._http is None:
-            import httpx
-
-            from millrace.wire.reach import may_take_proxy
-            from millrace.wire.tls import verifying
-
-            secret = self._secret()
-            try:
-                address = urlsplit(self.url)
-                if address.scheme not in ("http", "https"):
-                    raise ValueError("does not begin with http:// or https://")
-                self._http = httpx.Client(
-                    base_url=self.url,
-                    headers={"Authorization": f"Bearer {secret}"} if secret else {},
-                    timeout=self._timeout_s,
-                    trust_env=may_take_proxy(self.url),
-                    verify=verifying(),
-                )
-            except (ValueError, httpx.InvalidURL) as error:
-                fix = f"give an address like {DEFAULT_URL} with --url or MILLRACE_URL."
-                wrong = errors.wrong_value("MILLRACE_URL", self.url, str(error), fix)
-                raise errors.MillraceError(wrong.what, wrong.fix) from error
-        return self._http
-
-    def _secret(self) -> str:
-        from millrace.wire.channel import sendable, token
-
-        return token() if self._token is None else sendable(self._token)
-
-    def _ask(self, method: str, path: str, *, stream: bool = False, **parts: Any) -> httpx.Response:
-        """One call, repeated while the coordinator is not available. Every call may be repeated: a submission carries
-        its key, all others are idempotent. With `stream` the body of the answer is not read yet, and the caller closes
-        the answer. Raises MillraceError."""
-        import httpx
-
-        connection = self._connection()
-        request = connection.build_request(method, path, **parts)
-        deadline = time.monotonic() + self._patience_s
-        wait_s = 0.1
-        while True:
-            try:
-                response = connection.send(request, stream=stream)
-                if response.is_success:
-                    return response
-                response.read()
-                failure = self._unauthorized() if response.status_code == 401 else _error_of(response)
-                if response.status_code not in TEMPORARY:
-                    raise failure
-            except httpx.RequestError as error:
-                failure = self._unreachable(error, method, path)
-            if time.monotonic() + wait_s > deadline:
-                raise failure
-            time.sleep(wait_s)
-            wait_s = min(2 * wait_s, 1.0)
-
-    def _unauthorized(self) -> errors.InvalidState:
-        """The error where the coordinator refuses the token."""
-        fix = "set MILLRACE_TOKEN, or MILLRACE_TOKEN_FILE, to the secret that the coordinator was started with."
-        if not self._secret():
-            return errors.InvalidState(f"MILLRACE_TOKEN: is not set, and {self.url} asks for a token.", fix)
-        return errors.InvalidState(f"MILLRACE_TOKEN: is not the token of the coordinator at {self.url}.", fix)
-
-    def _view(self, kind: type[View], method: str, path: str, **parts: Any) -> View:
-        answer = self._ask(method, path, **parts)
-        with self._parsing():
-            return kind.model_validate_json(answer.content)
-
-    def _views(self, kind: type[View], path: str, **query: Any) -> list[View]:
-        answer = self._ask("GET", path, params={name: value for name, value in query.items() if value is not None})
-        with self._parsing():
-            return [kind.model_validate(row) for row in answer.json()]
-
-    def _stream(self, path: str, after: str, follow: bool) -> Iterator[Event]:
-        """Yields the events of one connection, until the coordinator closes it or sends nothing for too long."""
-        import httpx
-
-        headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": after} if after else {})
-        timeout = httpx.Timeout(self._timeout_s, read=STREAM_TIMEOUT_S)
-        answer = self._ask("GET", path, stream=True, headers=headers, params={"follow": follow}, timeout=timeout)
-        with contextlib.closing(answer), contextlib.suppress(httpx.TransportError), self._parsing():
-            yield from _events(_lines(answer.iter_text()))
-
     def _is_complete(self, job_id: str, after: str) -> bool:
         """Whether the job has ended and has no event after the one with the id `after`."""
         if self.job(job_id).state not in ENDED:
             return False
         return not any(True for _ in self._stream(f"/v1/jobs/{job_id}/events", after, follow=False))
-
-    @contextlib.contextmanager
-    def _parsing(self) -> Iterator[None]:
-        """Raises MillraceError if the code inside finds that an answer is not what this client expects."""
-        try:
-            yield
-        except (TypeError, ValueError) as error:
-            what = f"{self.url} did not answer as a coordinator of this release does."
-            fix = "check that --url or MILLRACE_URL is the address of a coordinator, and compare `millrace --version`."
-            raise errors.MillraceError(what, fix) from error
-
-    def _unreachable(self, error: Exception, method: str, path: str) -> errors.Unavailable:
-        from millrace.wire.tls.faults import diagnose
-
-        with contextlib.suppress(ValueError):  # of a port that is none
-            address = urlsplit(self.url)
-            port = address.port or (443 if address.scheme == "https" else 80)
-            if (fault := diagnose(address.hostname or "", port, encrypted=address.scheme == "https")) is not None:
-                return fault
-        return errors.Unavailable(
-            f"the coordinator at {self.url} did not answer {method} {path} within {self._patience_s:g} s: {error}.",
-            "start one with `millrace up`, or give its address with --url or MILLRACE_URL.",
-        )
-
-
-def _lines(parts: Iterator[str]) -> Iterator[str]:
-    """Splits text at line feeds only. Python and httpx would also split at characters that an event may hold."""
-    rest = ""
-    for part in parts:
-        *lines, rest = (rest + part).split("\n")
-        yield from (line.removesuffix("\r") for line in lines)
-
-
-def _events(lines: Iterator[str]) -> Iterator[Event]:
-    """Parses server-sent events from the lines of their stream. Raises ValueError."""
-    data: list[str] = []
-    for line in lines:
-        if line.startswith("data:"):
-            data.append(line[5:].removeprefix(" "))
-        elif not line and data:
-            yield Event.model_validate_json("\n".join(data))
-            data = []
-
-
-TEMPORARY = (429, 502, 503, 504)
-"""Statuses while the coordinator has too much to do, or Redis or a proxy is not available."""
-
-ERRORS: dict[int, type[errors.MillraceError]] = {
-    400: errors.InvalidJob,
-    403: errors.InvalidState,
-    404: errors.NotFound,
-    409: errors.InvalidState,
-    413: errors.InvalidJob,
-    415: errors.InvalidJob,
-    422: errors.InvalidJob,
-    429: errors.Unavailable,
-    502: errors.Unavailable,
-    503: errors.Unavailable,
-    504: errors.Unavailable,
-}
-
-
-def _error_of(response: httpx.Response) -> errors.MillraceError:
-    """The error that the coordinator's problem document describes."""
-    kind = ERRORS.get(response.status_code, errors.MillraceError)
-    try:
-        problem = Problem.model_validate_json(response.content)
-    except ValueError:
-        text = response.text.strip()[:500] or response.reason_phrase
-        what = f"{response.request.url} answered {response.status_code}: {text}"
-        return kind(what, "check that --url or MILLRACE_URL is the address of a coordinator.")
-    if kind is errors.InvalidJob:
-        return errors.InvalidJob(problem.detail, problem.fix, problem.mistakes)
-    return kind(problem.detail, problem.fix)
