@@ -99,6 +99,7 @@ def demo(
     with Stack(options) as stack, Client(stack.url) as client:
         started_s = time.monotonic() - begun - made_s
         job = client.submit(spec)
+        print(f"the page of the job: {stack.url}/#/job/{job.id}", flush=True)
         show_live(client, job.id)
         outcome = Outcome.of(client, job.id, MARGIN)
     total_s = time.monotonic() - begun
