@@ -103,6 +103,16 @@ def routes(store: Store, control: Control, views: JobViews, events: Events) -> A
             raise InvalidJob.of(explain(error.errors(), Notes)) from error
         return views.of(await control.note(job_id, given.tags, given.notes))
 
+    _add_control(router, control, views)
+    _add_reading(router, store)
+    add_series(router, store)
+    add_samples(router, store)
+    add_spec(router, store)
+    _add_following(router, store, events)
+    return router
+
+
+def _add_control(router: APIRouter, control: Control, views: JobViews) -> None:
     @router.delete("/{job_id}")
     async def cancel(job_id: Id) -> JobView:
         """Cancels the job; the step in progress is finished. Trained steps are kept; prompts in flight are dropped."""
@@ -119,13 +129,6 @@ def routes(store: Store, control: Control, views: JobViews, events: Events) -> A
         from the version that the trainer still holds, from its last checkpoint, or from the model. For such a job the
         body may hold fields of its spec, nested as there, with new values."""
         return views.of(await control.resume(job_id, await bodies.fields(request)))
-
-    _add_reading(router, store)
-    add_series(router, store)
-    add_samples(router, store)
-    add_spec(router, store)
-    _add_following(router, store, events)
-    return router
 
 
 def _add_reading(router: APIRouter, store: Store) -> None:
