@@ -13,6 +13,10 @@ HELD_OUT = "evaluation/held_out"
 """The step metric that is shown as held-out score."""
 
 
+StalenessOf = Literal["oldest", "mean", "versions"]
+"""What `schedule.max_staleness` bounds of a trajectory."""
+
+
 class StopWhen(StrictModel):
     """When a job ends before its last step. It then saves and evaluates as after any last step, and has succeeded."""
 
@@ -38,7 +42,7 @@ class Schedule(StrictModel):
     max_staleness: int = Field(1, ge=0, le=1000)
     """How many versions a trajectory may be behind the trainer, as `staleness_of` counts; 0: strictly on-policy.
     Prompts of so many steps, and of one more, are in flight at the same time."""
-    staleness_of: Literal["oldest", "mean", "versions"] = "oldest"
+    staleness_of: StalenessOf = "oldest"
     """What is bounded of a trajectory. oldest: how far its oldest token is behind. mean: how far its tokens are behind
     on average. versions: how many versions after its first one have sampled tokens of it, whatever their age."""
     too_stale: Literal["regenerate", "drop", "train"] = "regenerate"

@@ -73,20 +73,20 @@ def of_spans(
     samples = [s for s in _spans(activity, LaneKind.ROLLOUT) if s.kind is SpanKind.GENERATE and _within(s, activity)]
     waits = [s for s in _spans(activity, LaneKind.ROLLOUT) if s.kind is SpanKind.ENGINE_QUEUE and _within(s, activity)]
     durations = [span.end_s - span.start_s for span in samples]
-    loop_s = idle.seconds(activity, causes)
+    loop_s, metrics = idle.seconds(activity, causes), means(rows)
     return Summary(
         steps=to_step - from_step + 1,
         seconds=activity.end_s - activity.start_s,
         loop_s=loop_s,
         max_staleness=spec.schedule.max_staleness,
         replicas=_paces(activity, from_step, to_step),
-        metrics=means(rows),
+        metrics=metrics,
         engine_queue_s=sum(s.end_s - s.start_s for s in waits) / max(1, len(samples)),
         sample_s=statistics.fmean(durations) if durations else 0.0,
         longest_sample_s=max(durations, default=0.0),
         paused_for_lack_of_memory=_in_place(activity) if spec.publication.commit == "auto" else 0,
         token_budget=token_budget,
-        measured=_measured(activity, loop_s, to_step - from_step + 1, spec, means(rows)),
+        measured=_measured(activity, loop_s, to_step - from_step + 1, spec, metrics),
     )
 
 

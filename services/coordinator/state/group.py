@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from millrace.contracts.trajectories import (
     TOKEN_BYTES,
@@ -23,12 +23,11 @@ from millrace.contracts.v1 import common_pb2
 from millrace.drops import Drop, DropReason
 from millrace.ids import PromptId, Version
 from millrace.rewards.outcome import NOT_FINITE, fits
+from millrace.spec.schedule import StalenessOf
 
 Details = Mapping[str, Any]
 Value = TypeVar("Value")
 VOTE_DIGITS = 16
-StalenessOf = Literal["oldest", "mean", "versions"]
-"""`schedule.staleness_of`."""
 SHOWN = 8
 """Most turns or episodes that a message lists."""
 
