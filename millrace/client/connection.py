@@ -43,7 +43,7 @@ ERRORS: dict[int, type[errors.MillraceError]] = {
 
 
 def default_url() -> str:
-    """Of the local stack."""
+    """The URL of the local stack."""
     return DEFAULT_URL if not os.environ.get("MILLRACE_TLS_CA") else DEFAULT_URL.replace("http:", "https:")
 
 

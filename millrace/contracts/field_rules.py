@@ -118,7 +118,8 @@ RULES: Mapping[str, Rule] = {
     "MemberUsage.hosts": _at_most(MOST_HOSTS),
     "MemberUsage.gpus": _at_most(MOST_GPUS),
 }
-"""By name of the field, or of message and field. Other texts have TEXT's limit, other numbers have to be finite."""
+"""The rule of a field, by its name or by those of message and field.
+Other texts have TEXT's limit, other numbers have to be finite."""
 REQUIRED: Mapping[str, tuple[str, ...]] = {
     "StepRequest": ("groups", "work_address"),
     "AddPartRequest": ("part",),

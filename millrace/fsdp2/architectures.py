@@ -99,9 +99,9 @@ _UNTRIED = """
     blt cohere_compass_text dbrx gemma3n gemma4_assistant gemma4_unified_assistant musicgen musicgen_melody
     qwen4_exp qwen4_exp_text reformer"""
 UNTRIED = frozenset(_UNTRIED.split())
-"""Those whose config class has no defaults of which a small model can be made; a job's own config is tried."""
+"""Model types whose config class has no defaults of which a small model can be made; a job's own config is tried."""
 REFUSED: Mapping[str, str] = {name: reason for reason, names in BY_REASON.items() for name in names.split()}
-"""Reason by model type, of those that are right with no attention."""
+"""The reason for each model type that is right with no attention implementation."""
 
 
 def mistakes_of(config: Mapping[str, Any], field: str, path: str) -> Iterator[Mistake]:

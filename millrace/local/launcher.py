@@ -46,8 +46,8 @@ def fork_from(*modules: str) -> None:
 
 
 def stand_by() -> None:
-    """Where this process was started as a standby: imports, and returns when it is told to take over. Ends the process
-    when whoever started it has ended."""
+    """A process that was started as a standby imports, and returns when it is told to take over. It ends when whoever
+    started it has ended. Any other process returns at once."""
     if os.environ.pop(STANDBY, ""):
         forkserver.ensure_running()
         if not sys.stdin.readline():

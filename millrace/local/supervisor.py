@@ -56,7 +56,7 @@ class Supervisor:
         self.logs = {s.name: ServiceLog(options.folder / "logs", s.name) for s in self.services}
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.standbys: dict[str, subprocess.Popen[bytes]] = {}
-        """Of each service that has one: a process that takes over when the service's own has ended."""
+        """The process that takes over when a service's own has ended, by service; not every service has one."""
         self.given_up: set[str] = set()
         self.kept: set[str] = set()
         """Names of the services that run, or wait to be started again."""
@@ -110,8 +110,8 @@ class Supervisor:
             await asyncio.sleep(LOOK_S)
 
     def rescale(self, replicas: int) -> dict[str, Any]:
-        """From now on so many replicas are wanted; those with the highest numbers leave. Answers which ones come and
-        go, or why this host cannot run them."""
+        """Sets the number of replicas; those with the highest numbers leave. Answers which ones come and go, or why
+        this host cannot run them."""
         options = replace(self.options, replicas=replicas)
         try:
             wanted = list(self.resized(options))

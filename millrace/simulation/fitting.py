@@ -46,7 +46,7 @@ def fitted_rate(requests: Iterable[Request]) -> MeasuredRate | None:
 
 
 def _running(requests: Sequence[Request], alone: float, more: float) -> tuple[Floats, Floats, Floats]:
-    """For each request the mean number that ran at its steps, its seconds and its tokens."""
+    """Each request's mean number of running requests at its steps, its seconds and its tokens."""
     starts, ends, tokens = np.array([(each.start_s, each.end_s, each.tokens) for each in requests]).T
     times = np.concatenate([starts, ends])
     changes = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])

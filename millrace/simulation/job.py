@@ -110,7 +110,7 @@ class Simulation:
         return self.steps
 
     def ledger(self) -> Ledger:
-        """Where the prompts are."""
+        """The number of prompts in each state."""
         held = len(self._queue) + len(self._leased) + len(self._ready) + len(self._taken) + len(self._again)
         return Ledger(self._issued, self._trained, held, self._dropped)
 

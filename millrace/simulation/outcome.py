@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where the prompts are: `issued` is the sum of the others."""
+    """The number of prompts in each state; `issued` is the sum of the others."""
 
     issued: int
     trained: int
@@ -24,7 +24,7 @@ class Step:
     trainer_s: float
     """Seconds in which the trainer computed or published."""
     replica_s: Sequence[float]
-    """For each replica the share of the step in which it generated, of the time in which it was there."""
+    """The share of its time in the step in which each replica generated."""
     tokens: float
     """Tokens trained, those of prompts included."""
     answers: float

@@ -16,7 +16,7 @@ from millrace.errors import Unavailable, Untrusted
 from millrace.wire.tls import Identity, Use, identity, server_context
 
 FORBIDDEN = "urn:millrace:problem:forbidden"
-"""As in `millrace/rest/`."""
+"""The `type` of a problem document for a request that is not allowed."""
 GRACE_S = 5.0
 """Time for requests in progress when the service stops."""
 
@@ -93,7 +93,7 @@ class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uv
     own: Identity | None = None
     """The identity of the server."""
     _certificate = b""
-    """Of the caller, in DER; empty: none was shown."""
+    """The caller's certificate, in DER; empty: none was shown."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)

@@ -45,14 +45,14 @@ OF_VERIFICATION = {
     **dict.fromkeys((3, 11, 12), TlsFault.OLD_CRL),
     **dict.fromkeys((62, 64), TlsFault.WRONG_NAME),
 }
-"""By the number of OpenSSL's X509_V_ERR_…, for the certificate of the other side."""
+"""The fault for each number of OpenSSL's X509_V_ERR_…, about the certificate of the other side."""
 OF_ALERT = {
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": TlsFault.NO_CERTIFICATE,
     "TLSV1_ALERT_UNKNOWN_CA": TlsFault.WRONG_CA,
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": TlsFault.EXPIRED,
     "SSLV3_ALERT_CERTIFICATE_REVOKED": TlsFault.REVOKED,
 }
-"""By the name of the alert with which the other side refuses the certificate of this process."""
+"""The fault for each alert with which the other side refuses the certificate of this process."""
 _SAME = f"give both sides certificates of one CA, and name that in {CA}."
 THEIRS: dict[TlsFault, tuple[str, str]] = {
     TlsFault.WRONG_CA: (f"its certificate is not signed by a CA of {CA}", _SAME),
@@ -128,7 +128,7 @@ def diagnose(host: str, port: int, *, encrypted: bool | None = None) -> Untruste
 
 
 def _after_handshake(connection: ssl.SSLSocket, own: Identity | None, address: str) -> Untrusted | None:
-    """By TLS 1.3 a server looks at the certificate of its caller when the caller's handshake is over already. A gRPC
+    """With TLS 1.3 a server looks at the certificate of its caller when the caller's handshake is over already. A gRPC
     server then says something if it is content, and closes if it is not; one of HTTP sends an alert if it is not."""
     try:
         return None if connection.recv(1) else _refusal(own, address, "")

@@ -73,7 +73,7 @@ class Identity:
     # gRPC.
 
     def server_credentials(self) -> Any:
-        """Of a gRPC server: callers need a certificate that MILLRACE_TLS_CA signed."""
+        """Credentials of a gRPC server: callers need a certificate that MILLRACE_TLS_CA signed."""
         import grpc
 
         self.context(Use.MEMBERS)
@@ -93,7 +93,7 @@ class Identity:
         return grpc.dynamic_ssl_server_credentials(configuration(), fetch, require_client_authentication=True)
 
     def channel_credentials(self) -> Any:
-        """Of a gRPC channel, with the files as they are now."""
+        """Credentials of a gRPC channel, with the files as they are now."""
         import grpc
 
         held = self.refresh().contents
@@ -142,12 +142,12 @@ def _identity(settings: Settings) -> Identity:
 
 
 def scheme() -> str:
-    """Of the URLs of this deployment's HTTP servers."""
+    """The scheme of the URLs of this deployment's HTTP servers."""
     return "http" if identity() is None else "https"
 
 
 def server_context(use: Use = Use.HTTP) -> ssl.SSLContext | None:
-    """Of a server; None where this process speaks plaintext. Raises InvalidState where it has no certificate."""
+    """The context of a server; None where this process speaks plaintext. Raises InvalidState without a certificate."""
     found = identity()
     return None if found is None else found.lasting_context(use)
 

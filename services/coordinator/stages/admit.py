@@ -129,7 +129,7 @@ def is_late(group: GroupSummary, version: Version, schedule: Schedule) -> bool:
 
 
 async def _due(run: Run, complete: Mapping[PromptId, GroupSummary]) -> Mapping[PromptId, GroupSummary]:
-    """Those of the `complete` groups that the next step may be trained on. If the job waits for slow answers, these are
+    """The `complete` groups that the next step may be trained on. If the job waits for slow answers, these are
     the ones among the step's first prompts in the order of issue, answered or not."""
     wanted = run.spec.schedule.prompts_per_step
     if not run.spec.schedule.wait_for_slow:

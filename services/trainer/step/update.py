@@ -40,10 +40,10 @@ class UpdateResult:
     metrics: Mapping[str, Mapping[str, float]]
     """Metrics of each model that was updated: `actor`, `critic`."""
     logprobs: Mapping[RankBatch, Tensor]
-    """Of each batch whose rows it trained the log-probabilities under the weights before this update, [rows, longest];
+    """The log-probabilities of each batch whose rows it trained, under the weights before this update, [rows, longest];
     0 in rows that it did not train. Empty where the policy was not updated."""
     masks: Mapping[RankBatch, Tensor]
-    """Of each batch the sampled tokens of the rows that it trained."""
+    """The sampled tokens of the rows that it trained, for each batch."""
 
 
 @dataclass(frozen=True)
