@@ -61,7 +61,7 @@ test-all: style ## before a release: `make test`, and each architecture, topolog
 	@$(MAKE) --no-print-directory --jobs 2 types tests-all
 
 tests-all: $(INSTALLED)
-	$(PYTEST) -m "not compose and not hosts and not web" $(TESTS)
+	$(PYTEST) --hypothesis-profile default -m "not compose and not hosts and not web" $(TESTS)
 
 # One thread a process: with tiny models, threads beyond the cores only wait for each other.
 tests tests-all test-fast: export OMP_NUM_THREADS ?= 1

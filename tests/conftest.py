@@ -12,6 +12,12 @@ import sys
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
+"""`make test` tries the same examples each time, so a failure belongs to the change. `make test-all` draws new examples
+(`--hypothesis-profile default`)."""
 
 os.environ["MILLRACE_STRICT_METRICS"] = "1"
 """Here and in every process that a test starts: a metric that nobody declared is an error."""
