@@ -65,17 +65,23 @@ def test_what_was_reported_is_not_reported_again() -> None:
     assert unreported({5: response}) == [part(1, [3, 4], version=2, request=5)]
 
 
+def known(stack: Stack) -> list[int]:
+    """How many tokens the coordinator knows of each answer of the first lease."""
+    return [len(one) for one in prefixes(stack.coordinator.parts.get("lease-0", [])).values()]
+
+
+async def begun(stack: Stack, least: int = 20) -> None:
+    """Waits until the coordinator knows `least` tokens of each of the four answers."""
+    await until(lambda: len(known(stack)) == 4 and min(known(stack)) >= least)
+
+
 async def cut(stack: Stack, least: int) -> int:
-    """Has the first lease lost once the coordinator knows `least` tokens of each answer. Answers how many it knows."""
-
-    def known() -> list[int]:
-        return [len(one) for one in prefixes(stack.coordinator.parts.get("lease-0", [])).values()]
-
-    await until(lambda: len(known()) == 4 and min(known()) >= least)
+    """Has the first lease lost once the coordinator knows `least` tokens of each answer. Returns how many it knows."""
+    await begun(stack, least)
     stack.coordinator.lost.add("lease-0")
     await until(lambda: stack.replica.load().running == 0)
     stack.coordinator.lost.clear()
-    return sum(known())
+    return sum(known(stack))
 
 
 @pytest.mark.parametrize("end", ["lost", "drained"])
@@ -88,20 +94,19 @@ def test_greedy_answers_are_the_same_with_and_without_a_move(end: str, tied_mode
             asked["temperature"] = 0.0
             stack.coordinator.issue(0, prompt=question, **asked)
             if end == "lost":
-                known = await cut(stack, 20)
+                before = await cut(stack, 20)
             else:
-                await until(lambda: stack.replica.load().running == 4)
+                await begun(stack)
                 await stack.replica.leases.release("the replica ends")
-                known = sum(map(len, prefixes(stack.coordinator.parts["lease-0"]).values()))
-                assert known == stack.replica.leases.generated_tokens or known > 0
-            begun = stack.replica.leases.generated_tokens
+                before = sum(known(stack))
+            generated = stack.replica.leases.generated_tokens
             stack.coordinator.issue_again("lease-0")
             await until(lambda: stack.coordinator.answered == 1)
-            rest = stack.replica.leases.generated_tokens - begun
+            rest = stack.replica.leases.generated_tokens - generated
             stack.coordinator.issue(1, prompt=question, **asked)
             await until(lambda: stack.coordinator.answered == 2)
             moved, whole = (stack.coordinator.groups[f"0-{row}"] for row in (0, 1))
-            assert known > 0 and rest == 4 * 400 - known, "nothing that is known was generated again"
+            assert rest == 4 * 400 - before, "nothing that is known was generated again"
             for one, other in zip(moved.trajectories, whole.trajectories, strict=True):
                 assert (one.tokens, one.text, one.stop_reason) == (other.tokens, other.text, other.stop_reason)
                 assert np.abs(unpack_logprobs(one.logprobs) - unpack_logprobs(other.logprobs)).max() < 1e-3
