@@ -38,6 +38,7 @@ ORDER = {
     "services.coordinator": """
         __main__
         process
+        standby
         rest
         jobs
         servicers stages

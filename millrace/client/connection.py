@@ -1,8 +1,12 @@
-"""Requests to a coordinator's REST API, repeated while it does not answer, and what its answers hold."""
+"""Requests to a coordinator's REST API, repeated while it does not answer, and what its answers hold.
+
+MILLRACE_URL may name several coordinators, with commas: one leads, and the client finds it again after a change.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -24,6 +28,10 @@ DEFAULT_URL = "http://127.0.0.1:7700"
 TIMEOUT_S = 30.0
 STREAM_TIMEOUT_S = 60.0
 """Seconds without a line after which an event stream is opened again; the coordinator sends comments more often."""
+LED_FOR_S = 2.0
+"""A coordinator of several that led so lately is asked without looking again who leads."""
+LEADER_WITHIN_S = 2.0
+"""How long one may take to say whether it leads."""
 TEMPORARY = (429, 502, 503, 504)
 """Statuses while the coordinator has too much to do, or Redis or a proxy is not available."""
 
@@ -58,11 +66,16 @@ class Connection:
         timeout_s: float = TIMEOUT_S,
         patience_s: float = 10.0,
     ) -> None:
-        self.url = (url or os.environ.get("MILLRACE_URL") or default_url()).rstrip("/")
+        given = url or os.environ.get("MILLRACE_URL") or default_url()
+        self._urls = [each.strip().rstrip("/") for each in given.split(",")]
+        self.url = self._urls[0]
+        """Of the coordinator that is asked."""
+        self._led_at = -math.inf
+        """When that one led last, in time.monotonic()."""
         self._token = token
         self._timeout_s = timeout_s
         self._patience_s = patience_s
-        self._http: httpx.Client | None = None
+        self._clients: dict[str, httpx.Client] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -73,21 +86,37 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        if self._http is not None:
-            self._http.close()
-            self._http = None
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
 
     def ready(self) -> bool:
-        """Whether the coordinator can take jobs: it runs and reaches its Redis. Asks only once."""
+        """Whether the coordinator can take jobs: it runs, leads and reaches its Redis. Asks only once."""
+        return any(self._is_ready(url, 5.0) for url in self._in_order())
+
+    def _in_order(self) -> list[str]:
+        """The addresses, that of the coordinator that led last first."""
+        return [self.url, *(url for url in self._urls if url != self.url)]
+
+    def _is_ready(self, url: str, within_s: float) -> bool:
         import httpx
 
         try:
-            return self._connection().get("/readyz", timeout=5.0).is_success
+            ready = self._client(url).get("/readyz", timeout=within_s).is_success
         except httpx.HTTPError:
             return False
+        if ready:
+            self.url, self._led_at = url, time.monotonic()
+        return ready
 
     def _connection(self) -> httpx.Client:
-        if self._http is None:
+        """To the coordinator that leads, where several are named."""
+        if len(self._urls) > 1 and time.monotonic() - self._led_at > LED_FOR_S:
+            any(self._is_ready(url, LEADER_WITHIN_S) for url in self._in_order())
+        return self._client(self.url)
+
+    def _client(self, url: str) -> httpx.Client:
+        if url not in self._clients:
             import httpx
 
             from millrace.wire.reach import may_take_proxy
@@ -95,21 +124,23 @@ class Connection:
 
             secret = self._secret()
             try:
-                address = urlsplit(self.url)
+                address = urlsplit(url)
                 if address.scheme not in ("http", "https"):
                     raise ValueError("does not begin with http:// or https://")
-                self._http = httpx.Client(
-                    base_url=self.url,
+                if self._urls.count(url) > 1:
+                    raise ValueError("comes twice")
+                self._clients[url] = httpx.Client(
+                    base_url=url,
                     headers={"Authorization": f"Bearer {secret}"} if secret else {},
                     timeout=self._timeout_s,
-                    trust_env=may_take_proxy(self.url),
+                    trust_env=may_take_proxy(url),
                     verify=verifying(),
                 )
             except (ValueError, httpx.InvalidURL) as error:
-                fix = f"give an address like {DEFAULT_URL} with --url or MILLRACE_URL."
-                wrong = errors.wrong_value("MILLRACE_URL", self.url, str(error), fix)
+                fix = f"give an address like {DEFAULT_URL} with --url or MILLRACE_URL; of several, with commas."
+                wrong = errors.wrong_value("MILLRACE_URL", url, str(error), fix)
                 raise errors.MillraceError(wrong.what, wrong.fix) from error
-        return self._http
+        return self._clients[url]
 
     def _secret(self) -> str:
         from millrace.wire.channel import sendable, token
@@ -122,13 +153,12 @@ class Connection:
         the answer. Raises MillraceError."""
         import httpx
 
-        connection = self._connection()
-        request = connection.build_request(method, path, **parts)
         deadline = time.monotonic() + self._patience_s
         wait_s = 0.1
         while True:
+            connection = self._connection()
             try:
-                response = connection.send(request, stream=stream)
+                response = connection.send(connection.build_request(method, path, **parts), stream=stream)
                 if response.is_success:
                     return response
                 response.read()
@@ -137,6 +167,7 @@ class Connection:
                     raise failure
             except httpx.RequestError as error:
                 failure = self._unreachable(error, method, path)
+            self._led_at = -math.inf
             if time.monotonic() + wait_s > deadline:
                 raise failure
             time.sleep(wait_s)

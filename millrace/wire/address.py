@@ -16,7 +16,10 @@ from millrace.wire.tls import identity
 log = structlog.get_logger(__name__)
 EVERYWHERE = "0.0.0.0"
 CoordinatorOption = Annotated[
-    str, typer.Option(envvar="MILLRACE_COORDINATOR", help="host:port of the coordinator's gRPC server.")
+    str,
+    typer.Option(
+        envvar="MILLRACE_COORDINATOR", help="host:port of the coordinator's gRPC server; of several, with commas."
+    ),
 ]
 HostOption = Annotated[
     str, typer.Option(envvar="MILLRACE_HOST", help="Address at which others reach this host; empty: detected.")

@@ -2,6 +2,9 @@
 
 coordinator = Peer("127.0.0.1:7600")
 reply = await coordinator.call(FleetRpc.Heartbeat, request)
+
+A coordinator may have several addresses, "host1:7600,host2:7600": one of them leads, the others stand by. The peer
+finds the one that leads, and the next one after it has ended or stands still.
 """
 
 import asyncio
@@ -15,15 +18,19 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, cast
 
 import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.contracts.method import Request, Response, Streaming, Unary
 from millrace.errors import InvalidState, MillraceError, Unavailable, Untrusted
 from millrace.telemetry.spans.context import outgoing
 from millrace.wire.deadlines import DEADLINES_S
+from millrace.wire.reach import addresses
 from millrace.wire.status import answered, error_of
 from millrace.wire.tls import Identity, identity
 from millrace.wire.tls.faults import diagnose
 
+log = structlog.get_logger(__name__)
 MAX_MESSAGE_BYTES = 1 << 30
 """Largest answer that a caller takes. What a server takes is its own choice."""
 PROTOCOL_VERSION = 1
@@ -31,6 +38,10 @@ PROTOCOL_VERSION = 1
 
 DIAGNOSE_EVERY_S = 10.0
 """How soon a connection is diagnosed again, while calls to its address fail."""
+LEADER_WITHIN_S = 2.0
+"""How long an address may take to say whether its coordinator leads."""
+LEADER = "millrace-leader"
+"""Metadata of a coordinator's calls: the epoch of its lease. A member takes no call of a leader before the newest."""
 RETIRE_S = 3600.0
 """How long calls may go on over a channel whose files of TLS have been replaced."""
 OPTIONS = [
@@ -75,40 +86,60 @@ def sendable(secret: str) -> str:
 
 
 class Peer:
-    """Another service at `address` (host:port). Its calls raise MillraceError, never gRPC's own errors."""
+    """Another service at `address` (host:port), or a coordinator at one of several. Its calls raise MillraceError,
+    never gRPC's own errors."""
 
-    def __init__(self, address: str, deadlines: Mapping[str, float] = DEADLINES_S) -> None:
-        self.address = address
+    def __init__(self, address: str, deadlines: Mapping[str, float] = DEADLINES_S, leader: int = 0) -> None:
+        """`leader`: the epoch of the coordinator that calls. Raises InvalidState for several addresses of which one is
+        none."""
+        self._addresses = addresses(address)
+        self.address = self._addresses[0]
+        """Where calls go."""
         self.deadlines = deadlines
         self._identity = identity()
-        self._line = _Line(address, self._identity)
+        self._line = _Line(self.address, self._identity)
+        self._finding: asyncio.Task[None] | None = None
+        """Looks for the coordinator that leads."""
         self._diagnosed = (-math.inf, cast(Untrusted | None, None))
         """When a connection was diagnosed last, and what was found."""
         secret = token()
-        self._metadata = (("authorization", f"Bearer {secret}"),) if secret else ()
+        self._metadata: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {secret}"),) if secret else ()
+        if leader:
+            self._metadata += ((LEADER, str(leader)),)
 
     async def call(self, method: Unary[Request, Response], request: Request, *, attempts: int = 1) -> Response:
         """One unary call, within its deadline. With `attempts` > 1, for idempotent calls only, an address that cannot
         be reached is tried again, after waits that grow to at most 2 s."""
-        deadline_s = self.deadlines[method.key]
-        call = (await self._current()).unary(method)
         for attempt in range(1, attempts + 1):
             try:
-                reply: Response = await call(request, timeout=deadline_s, metadata=(*self._metadata, *outgoing()))
-                return reply
-            except grpc.aio.UsageError as failure:  # the channel was closed before the call began
-                raise Unavailable(f"the channel to {self.address} was closed before {method.key}.") from failure
-            except grpc.aio.AioRpcError as failure:
-                error = await self._explained(failure, error_of(failure, self.address, method.key, deadline_s))
-                if not isinstance(error, Unavailable) or attempt == attempts:
-                    raise error from failure
+                return await self._once(method, request)
+            except Unavailable:
+                if attempt == attempts:
+                    raise
             await asyncio.sleep(min(2.0, 0.1 * 2**attempt) * random.uniform(0.5, 1.0))
         raise AssertionError("attempts is at least 1")
 
+    async def _once(self, method: Unary[Request, Response], request: Request) -> Response:
+        deadline_s, line = self.deadlines[method.key], await self._current()
+        try:
+            metadata = (*self._metadata, *outgoing())
+            reply: Response = await line.unary(method)(request, timeout=deadline_s, metadata=metadata)
+            return reply
+        except grpc.aio.UsageError as failure:  # the channel was closed before the call began
+            raise Unavailable(f"the channel to {line.address} was closed before {method.key}.") from failure
+        except grpc.aio.AioRpcError as failure:
+            raise await self._failed(failure, line, method.key, deadline_s) from failure
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if line.left and caller is not None and not caller.cancelling():
+                what = f"the coordinator at {line.address} does not lead any more, {self.address} does."
+                raise Unavailable(what, f"repeat {method.key}.") from None
+            raise
+
     async def stream(self, method: Streaming[Request, Response], request: Request) -> AsyncIterator[Response]:
         """The replies of one server-streaming call, within its deadline."""
-        deadline_s = self.deadlines[method.key]
-        call = (await self._current()).channel.unary_stream(
+        deadline_s, line = self.deadlines[method.key], await self._current()
+        call = line.channel.unary_stream(
             method.path,
             request_serializer=method.request.SerializeToString,
             response_deserializer=method.response.FromString,
@@ -117,9 +148,37 @@ class Peer:
             async for reply in call(request, timeout=deadline_s, metadata=(*self._metadata, *outgoing())):
                 yield reply
         except grpc.aio.AioRpcError as failure:
-            raise await self._explained(failure, error_of(failure, self.address, method.key, deadline_s)) from failure
+            raise await self._failed(failure, line, method.key, deadline_s) from failure
+
+    async def _failed(
+        self, failure: grpc.aio.AioRpcError, line: "_Line", method: str, deadline_s: float
+    ) -> MillraceError:
+        """The error of a failed call. Where another address leads, later calls go there."""
+        error = await self._explained(failure, error_of(failure, line.address, method, deadline_s))
+        if isinstance(error, Unavailable) and len(self._addresses) > 1 and line is self._line:
+            if self._finding is None or self._finding.done():
+                self._finding = asyncio.create_task(self._find_leader())
+            await asyncio.shield(self._finding)
+        return error
+
+    async def _find_leader(self) -> None:
+        """Asks all other addresses at once. The first that leads gets the calls; those in progress end."""
+        asked = [asyncio.create_task(_leads(each)) for each in self._addresses if each != self.address]
+        try:
+            for answer in asyncio.as_completed(asked):
+                if address := await answer:
+                    log.info("another coordinator leads", before=self.address, now=address)
+                    before, self.address = self._line, address
+                    self._line = _Line(address, self._identity)
+                    before.leave()
+                    return
+        finally:
+            for each in asked:
+                each.cancel()
 
     async def close(self) -> None:
+        if self._finding is not None:
+            self._finding.cancel()
         await self._line.close()
 
     async def _current(self) -> "_Line":
@@ -158,7 +217,10 @@ class _Line:
     """A channel with the files of TLS of one moment."""
 
     def __init__(self, address: str, own: Identity | None) -> None:
-        self.channel, self.number = open_channel(grpc.aio, address), 0 if own is None else own.number
+        self.address, self.channel = address, open_channel(grpc.aio, address)
+        self.number = 0 if own is None else own.number
+        self.left = False
+        """Whether it was closed because another address leads."""
         self.checked = False
         """Whether the server's certificate was looked up in the list of revoked ones."""
         self._calls: dict[str, Any] = {}
@@ -175,7 +237,15 @@ class _Line:
 
     def retire(self) -> None:
         """Closes the channel when the calls in progress have ended."""
-        closing = asyncio.create_task(self.channel.close(RETIRE_S))
+        self._close_within(RETIRE_S)
+
+    def leave(self) -> None:
+        """Closes the channel, which ends the calls in progress."""
+        self.left = True
+        self._close_within(None)
+
+    def _close_within(self, seconds: float | None) -> None:
+        closing = asyncio.create_task(self.channel.close(seconds))
         _RETIRING.add(closing)
         closing.add_done_callback(_RETIRING.discard)
 
@@ -184,6 +254,19 @@ class _Line:
 
 
 _RETIRING: set["asyncio.Task[None]"] = set()
+
+
+async def _leads(address: str) -> str:
+    """The address, if the coordinator there leads; empty otherwise."""
+    channel = open_channel(grpc.aio, address)
+    try:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        reply = await check(health_pb2.HealthCheckRequest(), timeout=LEADER_WITHIN_S)
+        return address if reply.status == health_pb2.HealthCheckResponse.SERVING else ""
+    except grpc.aio.AioRpcError:
+        return ""
+    finally:
+        await channel.close()
 
 
 def open_channel(module: Any, address: str) -> Any:

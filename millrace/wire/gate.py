@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2
 from millrace.contracts.field_rules import check
 from millrace.errors import Fenced, InvalidRequest, MillraceError, NotFound, Unavailable
 from millrace.telemetry.spans.context import enter, incoming
+from millrace.wire.channel import LEADER
 from millrace.wire.status import status_of
 from millrace.wire.tls import Identity
 
@@ -49,6 +50,8 @@ class Tally:
 
 
 log = structlog.get_logger(__name__)
+LONGEST_EPOCH = 18
+"""Digits of a leader's epoch."""
 EXPECTED = (Fenced, NotFound)
 """Refusals that belong to the protocol. When a job is cancelled, every answer that is still on its way gets one."""
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
@@ -76,6 +79,8 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no typ
         self.serving = False
         """What the health check answers to callers without the token."""
         self._expected = f"Bearer {token}".encode() if token else b""
+        self._leader = 0
+        """Highest epoch of a coordinator that called."""
         self._calls = 0
         self._tally = Tally()
 
@@ -130,6 +135,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no typ
         try:
             if self._own is not None:
                 self._check_certificate(context)
+            self._check_leader(str(dict(context.invocation_metadata() or ()).get(LEADER, "0")))
             yield
         except asyncio.CancelledError:
             code = grpc.StatusCode.CANCELLED
@@ -147,6 +153,15 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no typ
         finally:
             self._calls -= 1
             self._observe(method, code.name, time.perf_counter() - began)
+
+    def _check_leader(self, epoch: str) -> None:
+        """A coordinator that another one has replaced may wake up in the middle of a call. Raises Fenced."""
+        if not epoch.isdecimal() or len(epoch) > LONGEST_EPOCH:
+            raise InvalidRequest(f"{LEADER}: {epoch[:40]}: is not an epoch.", "send the epoch of the lease.")
+        if 0 < int(epoch) < self._leader:
+            what = f"a coordinator with the epoch {epoch} called, and another one leads with the epoch {self._leader}."
+            raise Fenced(what, "nothing: the newer one goes on.")
+        self._leader = max(self._leader, int(epoch))
 
     def _check_certificate(self, context: grpc.aio.ServicerContext) -> None:
         """A handshake checks the certificate once, and its connection may last for weeks. Raises Untrusted."""

@@ -1,4 +1,5 @@
-"""Asks a gRPC server's health service: `python -m millrace.wire.probe host:port` exits 0 where it serves."""
+"""Asks a gRPC server's health service: `python -m millrace.wire.probe host:port` exits 0 where it serves. Of several
+addresses with commas one has to: a coordinator that stands by does not serve."""
 
 import sys
 
@@ -7,6 +8,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.wire.channel import open_channel
 from millrace.wire.deadlines import DEADLINES_S
+from millrace.wire.reach import addresses
 
 
 def serving(address: str) -> tuple[bool, str]:
@@ -22,6 +24,6 @@ def serving(address: str) -> tuple[bool, str]:
 
 
 if __name__ == "__main__":
-    healthy, answer = serving(sys.argv[1])
-    print(answer)
-    sys.exit(0 if healthy else 1)
+    answers = [serving(each) for each in addresses(sys.argv[1])]
+    print(", ".join(answer for _, answer in answers))
+    sys.exit(0 if any(healthy for healthy, _ in answers) else 1)

@@ -81,10 +81,10 @@ class Server:
                 "choose another port, or stop the process that uses it.",
             ) from error
 
-    async def start(self) -> None:
-        """Takes calls from now on."""
+    async def start(self, *, serving: bool = True) -> None:
+        """Takes calls from now on. `serving`: what the health service answers."""
         await self._server.start()
-        await self.healthy(True)
+        await self.healthy(serving)
 
     async def healthy(self, serving: bool) -> None:
         """Sets what the health service answers, for the whole server and for each of its services."""

@@ -44,6 +44,15 @@ def main(
         float,
         typer.Option(envvar="MILLRACE_LOST_AFTER_S", help="Seconds of silence after which a member is lost."),
     ] = 5.0,
+    lease_s: Annotated[
+        float,
+        typer.Option(
+            envvar="MILLRACE_LEADER_LEASE_S",
+            help="Seconds after which a coordinator that stands by leads, if the leader is gone.",
+            min=1.0,
+            max=60.0,
+        ),
+    ] = 3.0,
     insecure: InsecureOption = False,
     keep_jobs: Annotated[
         int,
@@ -68,6 +77,7 @@ def main(
         redis_url,
         Patience(heartbeat_s, lost_after_s),
         keep_jobs,
+        lease_s,
     )
     try:
         logs.configure("coordinator")

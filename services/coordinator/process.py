@@ -13,10 +13,10 @@ import structlog
 from millrace.errors import InvalidState, Unavailable
 from millrace.local.private import new_private_folder
 from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
-from millrace.wire.address import host_address
+from millrace.wire.address import host_address, host_name
 from millrace.wire.http_server import GRACE_S, HttpServer, listening
 from millrace.wire.server import LARGEST_GROUP_BYTES, Server
-from millrace.wire.tls import identity
+from millrace.wire.tls import identity, scheme
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.jobs.control import Control
@@ -31,10 +31,11 @@ from services.coordinator.redis_server import RedisServer
 from services.coordinator.rest.app import application
 from services.coordinator.servicers import FleetServicer, WorkServicer, servicers
 from services.coordinator.stages.run import Components
+from services.coordinator.standby import Standby, bound
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.member import Patience
 from services.coordinator.state.waiting import CurrentJob
-from services.coordinator.store import Store
+from services.coordinator.store import Holder, Store, StoreDown, Superseded
 from services.coordinator.work.deaths import DeathWatch
 from services.coordinator.work.queue import Queue
 
@@ -55,6 +56,8 @@ class Settings:
     patience: Patience
     keep_jobs: int
     """Jobs that have ended and are kept."""
+    lease_s: float = 3.0
+    """How long a coordinator leads after it was heard by Redis last."""
 
 
 class Coordinator:
@@ -63,18 +66,33 @@ class Coordinator:
         self._redis: RedisServer | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serves until `stop` is set. Raises Unavailable or InvalidState where it cannot start or continue."""
+        """Stands by, leads, and stands by again where another coordinator leads, until `stop` is set. Raises
+        Unavailable or InvalidState where it cannot start or continue."""
         with contextlib.ExitStack() as held:
             http = held.enter_context(listening(self._settings.http_host, self._settings.http_port, "--http-port"))
             url = self._settings.redis_url or await self._embedded(held)
-            store = Store(url)
             try:
-                await _redis_answers(store)
-                await self._serve(store, http, stop)
+                first = True
+                while not stop.is_set():
+                    await self._term(url, http, stop, first=first)
+                    first = False
             finally:
-                await store.close()
                 if self._redis is not None:
                     await self._redis.stop()
+
+    async def _term(self, url: str, http: socket.socket, stop: asyncio.Event, *, first: bool) -> None:
+        """From the wait for the lease to its end."""
+        settings, store = self._settings, Store(url)
+        own = _holder(settings, http)
+        standby = Standby(own, (settings.grpc_host, settings.grpc_port), http, settings.lease_s)
+        try:
+            answers = asyncio.create_task(_redis_answers(store, REDIS_START_S if first else None))
+            if await _unless(stop, answers) and await standby.wait(store, stop, back=first):
+                await self._serve(store, http, stop)
+        except (Superseded, StoreDown) as error:
+            log.warning("this coordinator leads no more", error=str(error))
+        finally:
+            await store.close()
 
     async def _embedded(self, held: contextlib.ExitStack) -> str:
         folder = self._settings.state_dir / "redis"
@@ -89,7 +107,6 @@ class Coordinator:
         events = Events(store, prometheus.happened)
         store.connection.observe = prometheus.asked_redis
         fleet = Fleet(store, self._settings.patience)
-        await store.take_over()
         await fleet.load()
         turn = CurrentJob()
         DeathWatch(store, fleet, turn, events)  # before the queue, whose bell has the job's loop look at the deaths
@@ -98,7 +115,8 @@ class Coordinator:
         publisher = Publisher(store, fleet, trainer, events, prometheus)
         services = servicers(FleetServicer(fleet, spans), WorkServicer(fleet, queue, store, prometheus))
         observe = grpc_observer(prometheus.registry)
-        grpc = Server(services, self._settings.grpc_host, self._settings.grpc_port, LARGEST_GROUP_BYTES, observe)
+        at = (self._settings.grpc_host, self._settings.grpc_port)
+        grpc = await bound(lambda: Server(services, *at, LARGEST_GROUP_BYTES, observe))
         components = Components(
             store=store,
             fleet=fleet,
@@ -117,11 +135,18 @@ class Coordinator:
         rest = HttpServer(app, certificate_required=own is not None and own.rest_clients_required)
         await grpc.start()
         old_jobs = expire_jobs(store, self._settings.keep_jobs)
-        watches = (fleet.watch(), queue.expire(), WaitingEvents(components).run(), old_jobs, spans.run())
+        watches = (
+            store.leadership.keep(),
+            fleet.watch(),
+            queue.expire(),
+            WaitingEvents(components).run(),
+            old_jobs,
+            spans.run(),
+        )
         work = [asyncio.create_task(work) for work in (*watches, Runner(components).run())]
         if self._redis is not None:
             work.append(asyncio.create_task(self._redis.watch()))
-        serving = asyncio.create_task(rest.serve(sockets=[http]))
+        serving = asyncio.create_task(rest.serve(sockets=[http.dup()]))
         stopping = asyncio.create_task(stop.wait())
         log.info("coordinator started", http=http.getsockname()[:2], grpc=grpc.port, redis=store.connection.name)
         try:
@@ -133,6 +158,7 @@ class Coordinator:
             for task in (*work, stopping):
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
+            await store.leadership.release()
             queue.close()
             events.close()
             rest.should_exit = True
@@ -152,14 +178,15 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-async def _redis_answers(store: Store) -> None:
-    """Waits until Redis is up; warns of one that may lose data. Raises Unavailable."""
+async def _redis_answers(store: Store, within_s: float | None) -> None:
+    """Waits until Redis is up, at most so long; warns of one that may lose data. Raises Unavailable."""
     try:
-        async with asyncio.timeout(REDIS_START_S):
+        async with asyncio.timeout(within_s):
             await store.connection.wait_until_up()
     except TimeoutError as error:
-        what = f"Redis at {store.connection.name} took no write within {REDIS_START_S:g} s."
+        what = f"Redis at {store.connection.name} took no write within {within_s:g} s."
         raise Unavailable(what, "start it, or set REDIS_URL to a Redis that runs and takes writes.") from error
+    await store.connection.check_no_cluster()
     if not await store.connection.is_persistent():
         log.warning(
             "Redis has no append-only file: its data is lost when it ends",
@@ -167,6 +194,30 @@ async def _redis_answers(store: Store) -> None:
         )
     if await store.connection.evicts():
         log.warning("Redis deletes data when its memory is full", fix="set maxmemory-policy noeviction")
+
+
+async def _unless(stop: asyncio.Event, work: asyncio.Task[None]) -> bool:
+    """Waits for the work, and answers True; cancels it and answers False where `stop` is set before."""
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+        return work.done()
+    finally:
+        for task in (work, stopping):
+            task.cancel()
+        await asyncio.gather(work, stopping, return_exceptions=True)
+
+
+def _holder(settings: Settings, http: socket.socket) -> Holder:
+    """This coordinator, as others reach it."""
+    port = http.getsockname()[1]
+    return Holder(
+        f"{host_name()}:{port}" if settings.redis_url else "of the embedded Redis",
+        _work_address(settings.grpc_host, settings.grpc_port),
+        f"{scheme()}://{_work_address(settings.http_host, port)}",
+    )
 
 
 def _work_address(host: str, port: int) -> str:

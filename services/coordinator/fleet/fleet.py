@@ -300,7 +300,7 @@ class Fleet:
         if member.gone.is_set():
             raise lost
         if member.id not in self._peers:
-            self._peers[member.id] = Peer(member.address, self.deadlines)
+            self._peers[member.id] = Peer(member.address, self.deadlines, self._store.leadership.epoch)
         try:
             answer = await self._peers[member.id].call(method, request)
             member.heard_at = time.monotonic()

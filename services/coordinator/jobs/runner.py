@@ -48,7 +48,7 @@ class Runner:
         while True:
             ring = self._components.control.next()
             try:
-                await self._components.store.still_ours()
+                await self._components.store.leadership.still_ours()
                 if job := await self._next():
                     await self._run_job(job)
                     continue

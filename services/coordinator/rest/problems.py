@@ -76,6 +76,13 @@ class TooManyRequests(Refused):
     headers: Mapping[str, str] = {"Retry-After": "1"}
 
 
+class NotLeading(Refused):
+    """Another coordinator leads."""
+
+    status, type = HTTPStatus.SERVICE_UNAVAILABLE, ProblemType.UNAVAILABLE
+    headers: Mapping[str, str] = {"Retry-After": "1"}
+
+
 def install(app: FastAPI) -> None:
     """Every error of a route, and of FastAPI itself, is answered with a problem document."""
     app.add_exception_handler(MillraceError, _millrace)

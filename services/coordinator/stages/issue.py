@@ -66,7 +66,7 @@ async def _issue_some(run: Run, count: int) -> int:
         await run.refresh()
         if not moved:
             # A call whose answer was lost is repeated, so this one may itself have moved the cursor before.
-            await run.components.store.still_ours()
+            await run.components.store.leadership.still_ours()
             if run.job.cursor != cursor[1]:
                 what = f"the data cursor of {run.job.id} is not at {cursor[0]}: another coordinator works on this job."
                 raise MillraceError(what, "run one coordinator on one Redis.")

@@ -153,7 +153,7 @@ class Run:
 
         Raises Superseded where another coordinator has taken over.
         """
-        await self.components.store.still_ours()
+        await self.components.store.leadership.still_ours()
         state, wanted = await self.components.store.jobs.wanted(self.job.id)
         if wanted is Wanted.PAUSE and state is JobState.RUNNING:
             message = f"paused after step {self.job.step}"

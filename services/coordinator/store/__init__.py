@@ -7,12 +7,14 @@ from millrace.ids import JobId, Purpose
 from services.coordinator.store.connection import Connection, StoreDown, Superseded
 from services.coordinator.store.index import JobIndex
 from services.coordinator.store.jobs import Jobs
+from services.coordinator.store.leadership import Holder, Leadership
 from services.coordinator.store.members import DeathRecords, Members
 from services.coordinator.store.prompts import Prompts, Refusals
 from services.coordinator.store.records import Records
 from services.coordinator.store.users import AuditLog, Users
 
 __all__ = [
+    "Holder",
     "Prompts",
     "Records",
     "Refusals",
@@ -20,8 +22,6 @@ __all__ = [
     "StoreDown",
     "Superseded",
 ]
-
-GENERATION = "millrace:coordinators"
 
 
 class Store:
@@ -34,7 +34,7 @@ class Store:
         self.members = Members(self.connection)
         self.users = Users(self.connection)
         self.audit = AuditLog(self.connection)
-        self._generation = 0
+        self.leadership = Leadership(self.connection)
 
     def prompts(self, job_id: JobId, purpose: Purpose = Purpose.TRAIN) -> Prompts:
         return Prompts(self.connection, job_id, purpose)
@@ -45,17 +45,12 @@ class Store:
     def records(self, job_id: JobId) -> Records:
         return Records(self.connection, job_id)
 
-    async def take_over(self) -> None:
-        """Supersedes every other coordinator that works on this Redis. Completes the index of its jobs."""
-        self._generation = int(await self.connection.do("INCR", GENERATION))
-        await self.index.complete()
-
-    async def still_ours(self) -> None:
-        """Raises Superseded where another coordinator has taken over."""
-        newest = int(await self.connection.do("GET", GENERATION) or 0)
-        if newest != self._generation:
-            what = f"another coordinator was started on Redis at {self.connection.name}."
-            raise Superseded(what, "run one coordinator on one Redis.")
+    async def lead(self, holder: Holder, lease_s: float, *, back: bool = False) -> Holder | None:
+        """Takes the lease of the leading coordinator, as `Leadership.take`, and completes the index of jobs."""
+        leader = await self.leadership.take(holder, lease_s, back=back)
+        if leader is None:
+            await self.index.complete()
+        return leader
 
     async def close(self) -> None:
         await self.connection.close()

@@ -9,20 +9,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import structlog
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ClusterDownError, NoScriptError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from millrace.errors import MillraceError, Unavailable
+from millrace.errors import Unavailable
 from services.coordinator.state.deaths import lua_budgets
 from services.coordinator.state.job import lua_ended
 from services.coordinator.state.ledger import lua_table
+from services.coordinator.store.address import NO_CLUSTER, pool, refused, shown
 
 log = structlog.get_logger(__name__)
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -39,6 +39,25 @@ REFUSAL_CODES = re.compile("(?:^|: -?)(?:OOM|MISCONF|BUSY|NOREPLICAS|READONLY|CL
 """Error codes of the Redis protocol that mean the same, where redis-py has no class for them. The code is the first
 word of the error, or follows a colon where a command inside a script failed."""
 PROBE = "millrace:probe"
+EPOCH = "millrace:coordinators"
+"""Epoch of the coordinator that led last. Every write of a leader names its own: see leadership.py."""
+OLD_EPOCH = "SUPERSEDED"
+"""First word of the error that a write with an old epoch gets."""
+FENCE = f"""
+local fence, epoch = table.remove(KEYS), table.remove(ARGV)
+if epoch ~= '0' and redis.call('GET', fence) ~= epoch then return redis.error_reply('{OLD_EPOCH} epoch ' .. epoch) end
+"""
+"""The beginning of every script. Its last key is EPOCH, its last argument the caller's epoch; 0: it does not lead."""
+READS = frozenset(
+    (
+        *("PING", "TIME", "INFO", "CONFIG", "EXISTS", "SCAN", "DUMP", "PTTL", "GET", "STRLEN", "EVAL", "EVALSHA"),
+        *("HGET", "HMGET", "HGETALL", "HKEYS", "HLEN", "SMEMBERS", "LRANGE", "LLEN", "XRANGE", "XREVRANGE", "XLEN"),
+        *("ZRANGE", "ZCARD", "ZCOUNT", "ZSCORE", "ZRANGEBYSCORE"),
+    )
+)
+"""Commands that change nothing. All others of a leader are fenced."""
+MOST_PARTS = 7000
+"""Parts of one command that a script takes: Lua unpacks no more than 8000 values."""
 
 
 class StoreDown(Unavailable):
@@ -46,8 +65,8 @@ class StoreDown(Unavailable):
     the caller waits for Redis and starts again from what it holds."""
 
 
-class Superseded(MillraceError):
-    """Another coordinator was started on this Redis. The newest one works, all others stop."""
+class Superseded(Unavailable):
+    """Another coordinator leads. Nothing that this one still does changes the state."""
 
 
 @dataclass(frozen=True)
@@ -63,27 +82,33 @@ class Connection:
     """One Redis. The scripts are the transitions of ledgers and jobs: each is atomic, and each may be repeated."""
 
     def __init__(self, url: str) -> None:
-        self.name = _without_password(url)
+        self.name = shown(url)
         self.up_since = -math.inf
         """When Redis answered again after it had been down, in time.monotonic()."""
         self.observe: Callable[[float], None] = lambda _: None
         """Called with the seconds that each command or script took."""
+        self._url = url
+        self.epoch = 0
+        """Of this coordinator's lease; 0: it does not lead, and its writes are not fenced."""
         self._down = False
         self._large = asyncio.Semaphore(LARGE_AT_ONCE)
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=CONNECTIONS,
-            timeout=TIMEOUT_S,
+        options = {
+            "max_connections": CONNECTIONS,
+            "timeout": TIMEOUT_S,
             # `_answer` limits the time. redis-py would send inside asyncio.wait_for, which before Python 3.12 swallows
             # a cancellation that comes just as the sending ends: a cancelled job loop would continue.
-            socket_timeout=None,
-            socket_connect_timeout=2.0,
-            retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
-            protocol=2,
-        )
-        self._redis = Redis.from_pool(pool)
+            "socket_timeout": None,
+            "socket_connect_timeout": 2.0,
+            "retry": Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
+            "protocol": 2,
+        }
+        self._pool = pool(url, options)
+        self._master: tuple[str, int] | None = None
+        """The Redis on which this coordinator began to lead, where Sentinel names it."""
+        self._redis = Redis.from_pool(self._pool)
         prelude = (
-            lua_table()
+            FENCE
+            + lua_table()
             + lua_ended()
             + lua_budgets()
             + "".join((SCRIPTS / f"{name}.lua").read_text() for name in SHARED)
@@ -92,7 +117,9 @@ class Connection:
         self._scripts = {name: (hashlib.sha1(source.encode()).hexdigest(), source) for name, source in sources.items()}
 
     async def do(self, *command: Any) -> Any:
-        """One command. Raises StoreDown."""
+        """One command. Raises StoreDown, and Superseded for a write where another coordinator leads."""
+        if self.epoch and command[0] not in READS:
+            return (await self.together(command))[0]
         return await self._answer(lambda: self._redis.execute_command(*command))
 
     async def read(self, *command: Any) -> Any:
@@ -101,7 +128,10 @@ class Connection:
             return await self._answer(lambda: self._redis.execute_command(*command), LARGE_S)
 
     async def together(self, *commands: Sequence[Any]) -> list[Any]:
-        """Several commands in one transaction and one round trip. Raises StoreDown."""
+        """Several commands in one transaction and one round trip. Raises StoreDown, and Superseded for a write where
+        another coordinator leads."""
+        if self.epoch and any(command[0] not in READS for command in commands):
+            return await self._fenced(commands)
         pipeline = self._redis.pipeline(transaction=True)
         for command in commands:
             pipeline.execute_command(*command)
@@ -109,12 +139,30 @@ class Connection:
         return answers
 
     async def run(self, script: str, keys: Sequence[str], arguments: Sequence[Any] = ()) -> Any:
-        """One script of scripts/, by name. Raises StoreDown."""
+        """One script of scripts/, by name. Raises StoreDown, and Superseded where another coordinator leads."""
         digest, source = self._scripts[script]
+        parts = (len(keys) + 1, *keys, EPOCH, *arguments, self.epoch)
         try:
-            return await self.do("EVALSHA", digest, len(keys), *keys, *arguments)
+            return await self.do("EVALSHA", digest, *parts)
         except NoScriptError:
-            return await self.do("EVAL", source, len(keys), *keys, *arguments)
+            return await self.do("EVAL", source, *parts)
+
+    async def _fenced(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """Commands of a leader, as a script. One with too many parts for it comes after the fence, not within it."""
+        if any(len(command) > MOST_PARTS for command in commands):
+            await self.run("fenced", [])
+            pipeline = self._redis.pipeline(transaction=True)
+            for command in commands:
+                pipeline.execute_command(*command)
+            answers: list[Any] = await self._answer(pipeline.execute)
+            return answers
+        found: list[Any] = await self.run("fenced", [], [part for each in commands for part in (len(each), *each)])
+        return found
+
+    def superseded(self) -> Superseded:
+        """The error where this coordinator does not lead any more."""
+        what = f"another coordinator leads on Redis at {self.name}."
+        return Superseded(what, "nothing: ask that one; this one stands by.")
 
     async def _answer(self, ask: Callable[[], Awaitable[Any]], within_s: float | None = None) -> Any:
         began = time.perf_counter()
@@ -131,7 +179,7 @@ class Connection:
     async def _asked(self, ask: Callable[[], Awaitable[Any]], within_s: float) -> Any:
         try:
             async with asyncio.timeout(within_s):
-                return await ask()
+                answer = await ask()
         except (*LOST, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not is_closed_transport(error):
                 raise
@@ -141,10 +189,30 @@ class Connection:
             )
             raise StoreDown(f"Redis at {self.name} does not answer: {why}.", fix) from error
         except ResponseError as error:
+            if OLD_EPOCH in str(error):
+                raise self.superseded() from error
             if not isinstance(error, REFUSES) and not REFUSAL_CODES.search(str(error)):
                 raise
             fix = "remove the cause; everything continues from what it holds."
             raise StoreDown(f"Redis at {self.name} takes no writes: {error}", fix) from error
+        if self.epoch and self._now_at() != self._master:
+            raise self._failed_over()
+        return answer
+
+    def lead(self, epoch: int) -> None:
+        """From now on writes are those of the leader of this epoch, as long as the same Redis answers."""
+        self.epoch, self._master = epoch, self._now_at()
+
+    def _now_at(self) -> tuple[str, int] | None:
+        """The Redis that Sentinel named last; None without Sentinel."""
+        address: tuple[str, int] | None = getattr(self._pool, "master_address", None)
+        return address
+
+    def _failed_over(self) -> Superseded:
+        """The error after a failover. The new Redis may lack the last writes of the old one, and what this process
+        remembers of the jobs is not to be written over it."""
+        what = f"Redis at {self.name} failed over from {self._master} to {self._now_at()}."
+        return Superseded(what, "nothing: the coordinator that leads next begins again from what that Redis holds.")
 
     async def up(self) -> bool:
         """Whether Redis answers, has loaded its data and takes writes. A Redis that is full still answers a PING."""
@@ -173,6 +241,15 @@ class Connection:
             return None
         return Usage(int(memory["used_memory"]), int(clients["connected_clients"]))
 
+    async def check_no_cluster(self) -> None:
+        """Raises InvalidState where the server is one of a Redis Cluster."""
+        try:
+            cluster = await self.do("INFO", "cluster")
+        except ResponseError:
+            return
+        if int(cluster.get("cluster_enabled", 0)):
+            raise refused(self._url, *NO_CLUSTER)
+
     async def is_persistent(self) -> bool:
         """Whether Redis writes its data to disk. True where it does not say: hosted ones forbid the question."""
         try:
@@ -200,11 +277,6 @@ def is_closed_transport(error: RuntimeError) -> bool:
     """Whether `error` is the one that uvloop raises for a write to a connection that the other end has closed. uvloop
     has no class for it; asyncio's own loop raises ConnectionResetError."""
     return "handler is closed" in str(error)
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def text(value: bytes | None) -> str:

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
 from millrace.client import Client
 from millrace.data.row import PromptRow
 from millrace.data.write import write_rows
-from millrace.wire.tls import scheme
+from millrace.wire.tls import scheme, verifying
 from services.coordinator.redis_server import RedisServer
 from tests.ports import held_port
 
@@ -47,18 +48,27 @@ class CoordinatorProcess:
         self.address = f"127.0.0.1:{self.grpc_port}"
         self.client = Client(f"{scheme()}://127.0.0.1:{self.http_port}", token="", patience_s=10.0)
 
-    def start(self) -> None:
+    def start(self, path: str = "/readyz") -> None:
+        """Starts it, and waits until `path` is answered: /readyz by one that leads, /healthz also by one that does
+        not."""
         command = [sys.executable, "-m", "services.coordinator", "--state-dir", str(self.folder)]
         command += ["--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
         command += ["--heartbeat-s", "0.2", "--lost-after-s", "1.0", *self._options]
         log = (self.folder / "coordinator.log").open("ab")
         environment = {k: v for k, v in os.environ.items() if k != "REDIS_URL"} | self._environment
         self.process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
-        deadline = time.monotonic() + 60
-        while not self.client.ready():
+        deadline = time.monotonic() + 120
+        while not self.says(path):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(self.log())
             time.sleep(0.05)
+
+    def says(self, path: str) -> bool:
+        """Whether it answers this path with success."""
+        try:
+            return httpx.get(f"{self.client.url}{path}", verify=verifying(), timeout=5.0).is_success
+        except httpx.HTTPError:
+            return False
 
     def log(self) -> str:
         return (self.folder / "coordinator.log").read_text()

@@ -10,7 +10,7 @@ from millrace.ids import JobId, PromptId, Purpose
 from millrace.rest import JobState
 from services.coordinator.state.job import JobRecord
 from services.coordinator.state.lease import QueuedPrompt
-from services.coordinator.store import Store
+from services.coordinator.store import Holder, Store
 
 Answer = TypeVar("Answer")
 
@@ -27,6 +27,11 @@ def with_store(url: str, scenario: Callable[[Store], Awaitable[Answer]]) -> Answ
             await store.close()
 
     return asyncio.run(run())
+
+
+async def lead(store: Store) -> None:
+    """From now on the store's writes are those of the coordinator that leads."""
+    assert await store.lead(Holder("here", "127.0.0.1:1", "http://127.0.0.1:2"), 60.0, back=True) is None
 
 
 def a_job(number: int = 1) -> JobRecord:

@@ -175,23 +175,6 @@ def test_a_redis_of_its_own_is_restarted_by_others(tmp_path: Path, spec: dict[st
     asyncio.run(played())
 
 
-def test_the_newest_coordinator_on_a_redis_works_and_the_others_stop(tmp_path: Path, spec: dict[str, Any]) -> None:
-    async def played() -> None:
-        server = RedisServer(tmp_path / "redis")
-        await server.start()
-        environment = {"REDIS_URL": server.url}
-        with running(tmp_path / "first", environment=environment) as first:
-            job = await asyncio.to_thread(first.client.submit, spec)
-            with running(tmp_path / "second", environment=environment) as second:
-                assert first.process is not None
-                assert await asyncio.to_thread(first.process.wait, 20) == 1
-                assert "another coordinator was started" in first.log() and "Traceback" not in first.log()
-                assert second.client.job(job.id).state is JobState.QUEUED
-        await server.stop()
-
-    asyncio.run(played())
-
-
 def test_rest_and_grpc_by_mutual_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Authority(tmp_path / "tls")
     for name, value in fleet.member("member").variables().items():

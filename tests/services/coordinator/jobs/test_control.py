@@ -19,7 +19,7 @@ from services.coordinator.state.bell import Bell
 from services.coordinator.state.job import JobRecord
 from services.coordinator.state.waiting import CurrentJob
 from services.coordinator.store import Store
-from tests.services.coordinator.redis import a_job, queued, with_store
+from tests.services.coordinator.redis import a_job, lead, queued, with_store
 
 JOB = a_job()
 
@@ -59,7 +59,7 @@ def at_the_desk(
     url: str, scenario: Callable[[Desk], Awaitable[None]], state: JobState = JobState.RUNNING, **fields: Any
 ) -> None:
     async def run(store: Store) -> None:
-        await store.take_over()
+        await lead(store)
         await store.jobs.create(JOB)
         await store.jobs.update(JOB.id, state=state, **fields)
         await scenario(Desk(store))

@@ -21,8 +21,8 @@ from services.coordinator.stages.run import Cancelled, Run
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.job import Wanted
 from services.coordinator.state.lease import DroppedPrompt, QueuedPrompt
-from services.coordinator.store import GENERATION, Store, Superseded
-from tests.services.coordinator.redis import a_job, with_store
+from services.coordinator.store import Store, Superseded
+from tests.services.coordinator.redis import a_job, lead, with_store
 
 DEEP = json.loads("[" * 800 + "]" * 800)
 
@@ -64,7 +64,7 @@ async def a_run(store: Store, folder: Path, prompts_per_step: int = 4) -> Run:
     tree |= {"data": {"files": [str(folder / "train.jsonl")]}}
     tree |= {"schedule": {"steps": 2, "prompts_per_step": prompts_per_step, "max_staleness": 1}}
     job = dataclasses.replace(a_job(), spec_json=parse(tree).model_dump_json())
-    await store.take_over()
+    await lead(store)
     await store.jobs.create(job)
     names = dict.fromkeys(("fleet", "trainer", "publisher", "events"), SimpleNamespace(bell=Bell()))
     components: Any = SimpleNamespace(store=store, queue=SimpleNamespace(issued=Bell()), **names)
@@ -109,10 +109,11 @@ def test_a_cursor_that_another_moved_is_nobodys_to_go_on_from(superseded: bool, 
     """Of two coordinators the newer one works: the job is not its predecessor's to fail."""
 
     async def scenario(store: Store) -> None:
-        run = await a_run(store, tmp_path)
+        run, other = await a_run(store, tmp_path), Store(redis_url)
         if superseded:
-            await store.connection.do("INCR", GENERATION)
-        await store.jobs.update(run.job.id, cursor=4)
+            await lead(other)
+        await other.jobs.update(run.job.id, cursor=4)
+        await other.close()
         with pytest.raises(Superseded if superseded else MillraceError, match="another coordinator") as refused:
             await issue(run)
         assert isinstance(refused.value, Superseded) is superseded

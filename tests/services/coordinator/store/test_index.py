@@ -20,7 +20,7 @@ from services.coordinator.state.waiting import CurrentJob
 from services.coordinator.store import Store
 from services.coordinator.store.connection import text
 from services.coordinator.store.records import StoredBatch
-from tests.services.coordinator.redis import a_job, queued, with_store
+from tests.services.coordinator.redis import a_job, lead, queued, with_store
 
 
 async def stored(store: Store, *numbers: int) -> list[JobId]:
@@ -169,7 +169,7 @@ def test_jobs_of_a_release_without_an_index_are_added(redis_url: str) -> None:
         for job_id in ids:
             await store.connection.do("HDEL", f"millrace:job:{job_id}", "folder")
         for _ in range(2):
-            await store.take_over()
+            await lead(store)
             assert await pages(store, 9, JobState.QUEUED) == [[ids[2], ids[1]]]
             assert await store.index.finished_beyond(0) == [ids[0]]
             assert [job.id for job in await store.index.with_output("/out/2")] == [ids[1]]
