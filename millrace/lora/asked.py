@@ -1,6 +1,6 @@
 """The adapter that a job asks for: by its options, or by the folder whose adapter is trained further."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -11,6 +11,9 @@ from millrace.spec.lora import MEGATRON_NAMES, Lora, folder_names
 from millrace.validation.names import choose
 
 TARGETS, EXCLUDED = "model.lora.target_modules", "model.lora.exclude_modules"
+RECURRENT = "GatedDeltaNet"
+"""The end of the names of classes whose inner layers have no adapter. Engines fuse these layers in another way than
+folders store them, and an adapter on them was not shown to be the same in trainer and engine."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,23 @@ class AskedAdapter:
         }
         return replace(self, options=self.options.model_copy(update=meant))
 
-    def choose(self, linear: Collection[str], named: Collection[str] = (), others: Collection[str] = ()) -> list[str]:
+    def choose(
+        self,
+        linear: Collection[str],
+        named: Collection[str] = (),
+        others: Collection[str] = (),
+        recurrent: Collection[str] = (),
+    ) -> list[str]:
         """The layers that get an adapter, in the order given: those in the folder, or by PEFT's rule those whose name,
         or an end of it after a dot, is a name in the job.
 
         `linear` are the layers that all-linear means, `named` further ones that may have an adapter, `others` those
-        that never have one. Raises InvalidJob for names that mean no layer, unless they are Megatron's (`absent` tells
-        those), and where no layer is left.
+        that never have one, `recurrent` those of `linear` inside a recurrence, which have none either. Raises
+        InvalidJob for names that mean no layer, unless they are Megatron's (`absent` tells those), for names of
+        recurrent layers, and where no layer is left.
         """
+        _check_none_recurrent(self.options, {end for name in recurrent for end in ends(name)})
+        linear = [name for name in linear if name not in recurrent]
         every = [*linear, *named]
         if self.folder is not None:
             return _stored(self.folder, every)
@@ -68,6 +80,20 @@ class AskedAdapter:
             )
             raise refused(TARGETS, asked, reason, "name other layers, or leave model.lora out.")
         return chosen
+
+
+def recurrent_layers(modules: Mapping[str, object]) -> set[str]:
+    """The names of `modules`, a model's parts by name, that lie inside a recurrent layer."""
+    outer = tuple(f"{name}." for name, part in modules.items() if type(part).__name__.endswith(RECURRENT))
+    return {name for name in modules if name.startswith(outer)} if outer else set()
+
+
+def _check_none_recurrent(lora: Lora, recurrent_names: set[str]) -> None:
+    """Raises InvalidJob where the job names a layer inside a recurrent one."""
+    asked = [] if isinstance(lora.target_modules, str) else lora.target_modules
+    if named := sorted(recurrent_names.intersection(asked)):
+        reason = f"{', '.join(named)} is in a {RECURRENT}, which has no adapter"
+        raise refused(TARGETS, asked, reason, "leave it out; layers of the full attention and the MLP can have one.")
 
 
 def absent(lora: Lora, layers: Collection[str]) -> Iterator[Mistake]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from millrace.errors import InvalidJob, PublicationFailed, refused
-from millrace.lora.asked import AskedAdapter
+from millrace.lora.asked import AskedAdapter, recurrent_layers
 from millrace.lora.folder import PREFIX
 from millrace.spec import JobSpec
 from millrace.spec.lora import folder_names, is_router
@@ -118,7 +118,8 @@ def _adapted_layers(spec: JobSpec, asked: AskedAdapter) -> dict[str, tuple[int, 
     }
     # Only the trainer knows the layers of the model folder, which exclude_modules may name too.
     others = folder_names(asked.options.exclude_modules)
-    chosen = asked.choose([name for name in linear if name != head], linear.keys() & {head}, others)
+    without_head = [name for name in linear if name != head]
+    chosen = asked.choose(without_head, linear.keys() & {head}, others, recurrent_layers(modules))
     if head in chosen:
         raise not_served(f"engines serve no adapter of the model's head, {head}")
     return {name: linear[name] for name in chosen}

@@ -64,12 +64,12 @@ def mistake_in(
 
 def has_latents(model: str) -> bool:
     """Whether a model folder's attention is on latents (DeepSeek-V2 and later models)."""
-    return bool(_config(model).get("kv_lora_rank"))
+    return bool(read_config(model).get("kv_lora_rank"))
 
 
 def is_recurrent(model: str) -> bool:
     """Whether a model folder, or the text part of one, has layers of linear attention (Qwen3-Next, Qwen3.5)."""
-    config = _config(model)
+    config = read_config(model)
     return "linear_attention" in ({**config, **(config.get("text_config") or {})}.get("layer_types") or ())
 
 
@@ -77,12 +77,13 @@ def refuse_recurrent(model: str, engine: str, shown: Collection[str] = ()) -> No
     """Raises InvalidJob for a model with layers of linear attention: their states are functions of the weights, and
     were not shown to be those of the trainer in `engine`, before and after a publication. `shown`: model types of which
     they were."""
-    if is_recurrent(model) and _config(model).get("model_type") not in shown:
+    if is_recurrent(model) and read_config(model).get("model_type") not in shown:
         reason = f"its layers of linear attention were not shown to be the trainer's with {engine}"
         raise refused("model.path", model, reason, "choose a model with full attention.")
 
 
-def _config(model: str) -> dict[str, Any]:
+def read_config(model: str) -> dict[str, Any]:
+    """The config of a model folder; empty where it has none."""
     path = Path(model) / "config.json"
     config: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return config

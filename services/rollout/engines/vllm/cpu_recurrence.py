@@ -30,8 +30,9 @@ def compute(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: Any)
     sequences to the layer's cache.
 
     mixed_qkv: [tokens, channels], one sequence after the other, those that decode a token first. b, a: [tokens, value
-    heads].
+    heads]. Sequences that get equally many tokens are computed together.
     """
+    import torch
     from vllm.forward_context import get_forward_context
     from vllm.utils.torch_utils import _resolve_layer_name
 
@@ -41,48 +42,55 @@ def compute(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: Any)
         return
     batch: Any = context.attn_metadata[layer.prefix]
     assert batch.num_accepted_tokens is None, "speculative decoding is refused on the CPU"
-    starts, slots = batch.non_spec_query_start_loc.tolist(), batch.non_spec_state_indices_tensor.tolist()
-    for row in range(batch.num_decodes + batch.num_prefills):
-        tokens = slice(starts[row], starts[row + 1])
-        if tokens.start == tokens.stop:
+    starts, slots = batch.non_spec_query_start_loc, batch.non_spec_state_indices_tensor
+    sequences = batch.num_decodes + batch.num_prefills
+    known = torch.arange(sequences) < batch.num_decodes
+    if batch.has_initial_state is not None:
+        known |= batch.has_initial_state[:sequences]
+    by_length: dict[int, list[int]] = {}
+    for row, length in enumerate(starts[: sequences + 1].diff().tolist()):
+        by_length.setdefault(length, []).append(row)
+    for length, rows in by_length.items():
+        if not length:
             continue
-        known = row < batch.num_decodes or bool(batch.has_initial_state[row])
-        inputs = mixed_qkv[tokens], b[tokens], a[tokens]
-        core_attn_out[tokens] = _sequence(layer, slots[row], known, *inputs)
+        taken_nt = starts[rows][:, None] + torch.arange(length)
+        inputs = mixed_qkv[taken_nt], b[taken_nt], a[taken_nt]
+        core_attn_out[taken_nt] = _sequences(layer, slots[rows], known[rows], *inputs)
 
 
-def _sequence(layer: Any, slot: int, known: bool, mixed_tc: Any, b_th: Any, a_th: Any) -> Any:
-    """The output for the next tokens of the sequence whose states are in `slot`; with `known` they go on from these
-    states. [tokens, value heads, d]."""
+def _sequences(layer: Any, slots_n: Any, known_n: Any, mixed_ntc: Any, b_nth: Any, a_nth: Any) -> Any:
+    """The output for the next t tokens of n sequences whose states are in `slots_n`; those that are `known_n` go on
+    from these states. [n, t, value heads, d]."""
+    import torch
     import torch.nn.functional as F
     from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
     _, _, value_size, key_size = layer.kv_cache[1].shape
-    state = layer.kv_cache[1].view(*layer.kv_cache[1].shape[:2], key_size, value_size)[slot]
-    mixed_tc = F.silu(_convolved(layer, slot, known, mixed_tc))
+    states = layer.kv_cache[1].view(*layer.kv_cache[1].shape[:2], key_size, value_size)
+    mixed_ntc = F.silu(_convolved(layer, slots_n, known_n, mixed_ntc))
     keys, values = layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
     query, key, value = (
-        part.unflatten(-1, (-1, size))[None]
-        for part, size in zip(mixed_tc.split([keys, keys, values], -1), (key_size, key_size, value_size), strict=True)
+        part.unflatten(-1, (-1, size))
+        for part, size in zip(mixed_ntc.split([keys, keys, values], -1), (key_size, key_size, value_size), strict=True)
     )
     repeats = value.shape[2] // query.shape[2]
-    decay = -layer.A_log.float().exp() * F.softplus(a_th.float() + layer.dt_bias.float())
-    rule = qwen.torch_recurrent_gated_delta_rule if len(mixed_tc) == 1 else qwen.torch_chunk_gated_delta_rule
-    out, last = inspect.unwrap(rule)(
+    before = torch.where(known_n[:, None, None, None], states[slots_n].float(), 0.0)
+    rule = qwen.torch_recurrent_gated_delta_rule if mixed_ntc.shape[1] == 1 else qwen.torch_chunk_gated_delta_rule
+    out, after = inspect.unwrap(rule)(
         query.repeat_interleave(repeats, 2),
         key.repeat_interleave(repeats, 2),
         value,
-        g=decay[None],
-        beta=b_th.float().sigmoid()[None],
-        initial_state=state[None].float() if known else None,
+        g=-layer.A_log.float().exp() * F.softplus(a_nth.float() + layer.dt_bias.float()),
+        beta=b_nth.float().sigmoid(),
+        initial_state=before,
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
-    state.copy_(last[0])
-    return out[0]
+    states[slots_n] = after.to(states.dtype)
+    return out
 
 
-def _convolved(layer: Any, slot: int, known: bool, mixed_tc: Any) -> Any:
+def _convolved(layer: Any, slots_n: Any, known_n: Any, mixed_ntc: Any) -> Any:
     """The causal convolution over time, and in the cache the last columns that it needs next."""
     import torch
     import torch.nn.functional as F
@@ -90,8 +98,8 @@ def _convolved(layer: Any, slot: int, known: bool, mixed_tc: Any) -> Any:
 
     weight = layer.conv1d.weight.flatten(1)[:, None]  # [channels, 1, width]
     cache = layer.kv_cache[0] if is_conv_state_dim_first() else layer.kv_cache[0].transpose(1, 2)
-    before = cache[slot] if known else torch.zeros_like(cache[slot])
-    columns_ct = torch.cat([before.to(mixed_tc.dtype), mixed_tc.t()], 1)
-    cache[slot].copy_(columns_ct[:, -before.shape[1] :])
-    out_ct = F.conv1d(columns_ct[None], weight.to(mixed_tc.dtype), layer.conv1d.bias, groups=len(weight))[0]
-    return out_ct.t()
+    before = torch.where(known_n[:, None, None], cache[slots_n], 0.0).to(mixed_ntc.dtype)
+    columns_nct = torch.cat([before, mixed_ntc.transpose(1, 2)], 2)
+    cache[slots_n] = columns_nct[:, :, -before.shape[2] :].to(cache.dtype)
+    out_nct = F.conv1d(columns_nct, weight.to(mixed_ntc.dtype), layer.conv1d.bias, groups=len(weight))
+    return out_nct.transpose(1, 2)

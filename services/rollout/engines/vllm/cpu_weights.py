@@ -7,11 +7,16 @@ to 30 % of the speed.
 """
 
 import os
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from services.rollout.engines.lifeline import REPLICA_PID, hold_on
 from services.rollout.engines.vllm import cpu_recurrence
+
+BY_TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+BY_PILLOW = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 
 
 def install() -> None:
@@ -26,9 +31,17 @@ def install() -> None:
         utils: Any = import_module("vllm.model_executor.layers.utils")
         utils.dispatch_cpu_unquantized_gemm = _keep_weight
         cpu_recurrence.install()
+        _read_images_without_torchvision()
         if (kernel := experts_kernel()) is not None:
             kernel.process_weights_after_loading = _keep_experts
             kernel.apply = _compute_experts
+
+
+def _read_images_without_torchvision() -> None:
+    """Puts transformers' processor of images by Pillow in the place of the one that needs torchvision, if that is not
+    installed: vLLM's module of Qwen3.5 imports it, also for the language model alone."""
+    if find_spec("torchvision") is None and find_spec(BY_PILLOW) is not None:
+        sys.modules.setdefault(BY_TORCHVISION, import_module(BY_PILLOW))
 
 
 def experts_kernel() -> Any:

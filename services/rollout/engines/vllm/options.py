@@ -15,14 +15,17 @@ from services.rollout.engines.adapter import AdapterShape, not_served
 from services.rollout.engines.options import (
     check_names,
     has_latents,
-    is_recurrent,
+    read_config,
     refuse_recurrent,
 )
 from services.rollout.engines.vllm.cpu_weights import experts_kernel
 from services.rollout.nodes.place import EngineStart
 
 CPU_KV_CACHE_BYTES = 1 << 30
-SHOWN_RECURRENT = ("qwen3_next",)
+TEXT_PARTS = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
+"""Model types with a tower for images whose language model alone is trained and published, and the class of that in
+vLLM. It takes the names of tensors that the trainer publishes."""
+SHOWN_RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", *TEXT_PARTS)
 """Model types with linear attention whose tokens in the CPU build were compared with transformers, before, during and
 after publications."""
 ON_LATENTS: dict[str, Any] = {
@@ -66,7 +69,7 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: 
             raise refused("algorithm.router_replay", True, reason, "use the transformers engine, or leave it out.")
         arguments["enable_return_routed_experts"] = True
     arguments |= options
-    if overrides := engine_overrides(spec.model.path):
+    if overrides := engine_overrides(spec.model.path) | _text_part(spec.model.path):
         arguments["hf_overrides"] = {**arguments.get("hf_overrides", {}), **overrides}
     if adapter is not None:
         arguments |= _adapter_arguments(spec, adapter)
@@ -84,6 +87,12 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: 
     if start is not None:
         arguments |= _node_arguments(spec, start)
     return without_broken_fusion(AsyncEngineArgs(**arguments))
+
+
+def _text_part(model: str) -> dict[str, Any]:
+    """The entry of a model's config that has vLLM build its language model alone; none for a model of text."""
+    name = TEXT_PARTS.get(read_config(model).get("model_type", ""))
+    return {} if name is None else {"architectures": [name]}
 
 
 def without_broken_fusion(arguments: Any) -> Any:
@@ -126,12 +135,9 @@ def _adapter_arguments(spec: JobSpec, adapter: AdapterShape) -> dict[str, Any]:
     """Arguments for one slot of the adapter's rank, or of the next larger one that vLLM has kernels for. Raises
     InvalidJob for an adapter that vLLM cannot serve."""
     from vllm.config.lora import MaxLoRARanks
-    from vllm.platforms import current_platform
 
     if has_latents(spec.model.path):
         raise not_served("vLLM computes with kv_b_proj folded into other weights, without its adapter")
-    if is_recurrent(spec.model.path) and current_platform.is_cpu():
-        raise not_served("vLLM's CPU build computes layers of linear attention without adapters")
     ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= adapter.rank]
     if not ranks:
         raise not_served(f"vLLM serves ranks up to {max(get_args(MaxLoRARanks))}, and the adapter has {adapter.rank}")
