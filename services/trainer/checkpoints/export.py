@@ -55,9 +55,10 @@ class Exported:
             yield from self._merged(AdapterSettings(**self.description.adapter))
             return
         given, dtype = set[str](), getattr(torch, self.dtype)
+        stored_name = huggingface.names_in(self.folder, self.weights)
         for name, tensor in self._trained():
-            given.add(name)
-            yield name, tensor
+            given.add(stored_name(name))
+            yield stored_name(name), tensor
         for name, tensor in huggingface.untrained(self.folder, given, self.weights):
             yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
@@ -90,18 +91,21 @@ class Exported:
         stored, dtype = self.stored, getattr(torch, self.dtype)
         ending, layers = f".{LORA_A}.default.weight", huggingface.layer_count(self.folder)
         trained = [name.removeprefix(WEIGHTS) for name in stored.names if name.startswith(WEIGHTS)]
-        adapted = {name.removesuffix(ending) for name in trained if name.endswith(ending)}
+        stored_name = huggingface.names_in(self.folder, self.weights)
+        layers_with = [name.removesuffix(ending) for name in trained if name.endswith(ending)]
+        adapted = {stored_name(f"{layer}.weight").removesuffix(".weight"): layer for layer in layers_with}
         with ModelFiles(self.folder, self.weights) as files:
             if lacking := [layer for layer in sorted(adapted) if not files.has(f"{layer}.weight")]:
-                what = f"{self.folder} has no tensor {lacking[0]}.weight, for which the checkpoint has an adapter."
+                lacks = f"{self.folder} has no tensor {adapted[lacking[0]]}.weight"
+                what = f"{lacks}, for which the checkpoint has an adapter."
                 raise InvalidState(what, "name the folder of the job's model with --model.")
             for name in files:
                 if predicts_ahead(name, layers):
                     continue
                 whole, layer = files.whole(name), name.removesuffix(".weight")
-                if layer in adapted:
-                    lora_a, lora_b = (stored.whole(WEIGHTS + tensor_name(layer, part)) for part in (LORA_A, LORA_B))
-                    magnitude = stored.whole(WEIGHTS + tensor_name(layer, MAGNITUDE)) if settings.dora else None
+                if (own := adapted.get(layer)) is not None:
+                    lora_a, lora_b = (stored.whole(WEIGHTS + tensor_name(own, part)) for part in (LORA_A, LORA_B))
+                    magnitude = stored.whole(WEIGHTS + tensor_name(own, MAGNITUDE)) if settings.dora else None
                     whole = merged(whole, lora_a, lora_b, settings.scale, magnitude)
                 yield name, whole.to(dtype).contiguous() if whole.is_floating_point() else whole
 

@@ -43,11 +43,13 @@ def write_folder(
     shards = SafetensorsWriter(folder, SHARD_BYTES)
     failure: OSError | SafetensorError | None = None
     given: set[str] = set()
+    stored_name = names_in(model, weights)
     for info, tensor in export(dtype):
-        given.add(info.name)
+        name = stored_name(info.name)
+        given.add(name)
         if tensor is not None and failure is None:
             try:
-                shards.add(info.name, tensor.cpu())
+                shards.add(name, tensor.cpu())
             except (OSError, SafetensorError) as error:
                 failure = error  # raised once all tensors are gathered: the other ranks have begun to gather
     with collectives.fail_together():
@@ -116,6 +118,26 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(mode)
+
+
+INNER = "language_model."
+"""Part of the names of a language model's tensors in the folder of a model that has towers beside it."""
+
+
+def names_in(model: Path, weights: Path | None = None) -> Callable[[str], str]:
+    """From the name of a trained tensor to its name in the folder `model`, where the language model may lie inside
+    another one. A name that the folder has in neither form stays as it is."""
+    names: frozenset[str] = frozenset()
+    if readable(model, weights):
+        with ModelFiles(model, weights) as files:
+            names = frozenset(files)
+
+    def stored_name(name: str) -> str:
+        prefix, dot, rest = name.partition(".")
+        inside = f"{prefix}{dot}{INNER}{rest}"
+        return inside if name not in names and inside in names else name
+
+    return stored_name
 
 
 def untrained(model: Path, given: Collection[str], weights: Path | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from services.trainer.checkpoints.huggingface import save_tensors, untrained
+from services.trainer.checkpoints.huggingface import names_in, save_tensors, untrained
 
 TRAINED = {"model.embed_tokens.weight", "model.layers.0.mlp.weight", "model.layers.1.mlp.weight"}
 VISION = {"visual.blocks.5.weight", "vision_model.layers.5.weight"}
@@ -72,3 +72,21 @@ def test_what_is_not_trained_may_be_in_a_distributed_checkpoint(tmp_path: Path) 
     assert found.keys() == VISION
     assert all(torch.equal(tensor, stored[name]) for name, tensor in found.items())
     assert list(untrained(tmp_path, TRAINED)) == []
+
+
+def test_a_language_model_inside_another_keeps_the_folders_names(tmp_path: Path) -> None:
+    names = ["model.language_model.norm.weight", "model.visual.norm.weight", "lm_head.weight", "model.plain.weight"]
+    save_file({name: torch.ones(2) for name in names}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
+    stored_name = names_in(tmp_path)
+    asked = [
+        "model.norm.weight",
+        "lm_head.weight",
+        "model.plain.weight",
+        "model.new.weight",
+        "model.visual.norm.weight",
+    ]
+    found = [stored_name(name) for name in asked]
+    assert found == ["model.language_model.norm.weight", *asked[1:]]
+    given = {stored_name(name) for name in asked[:3]}
+    assert dict(untrained(tmp_path, given)).keys() == {"model.visual.norm.weight"}
