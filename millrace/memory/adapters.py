@@ -139,6 +139,8 @@ def _adapted(shape: ModelShape, layer: int, choice: _Choice) -> Iterator[_Adapte
     shared = "shared_" if shape.experts is not None and shape.has_experts(layer) else ""
     for name, matrix in linear_layers(shape, layer).items():
         whole = f"self_attn.{name}"
+        if shape.has_recurrence(layer) and name not in FEED_FORWARD:
+            continue  # such a layer has no adapter
         if name in FEED_FORWARD:
             whole = getattr(names, shared + FEED_FORWARD[name]).removesuffix(WEIGHT)
         if choice.has(prefix + whole):

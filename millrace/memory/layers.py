@@ -11,12 +11,20 @@ Matrix = tuple[int, int]
 
 def linear_layers(shape: ModelShape, layer: int) -> dict[str, Matrix]:
     """The linear layers of one decoder layer by their names in Hugging Face's models; routed experts are not among
-    them."""
-    hidden, latent = shape.hidden, shape.latent
-    if latent is None:
+    them. Of a recurrent layer by the names of Qwen3.5: Qwen3-Next stores the same in fewer tensors."""
+    hidden, latent, recurrence = shape.hidden, shape.latent, shape.recurrence
+    if recurrence is not None and shape.has_recurrence(layer):
+        found = {
+            "in_proj_qkv": (hidden, recurrence.channels),
+            "in_proj_z": (hidden, recurrence.value_width),
+            "in_proj_b": (hidden, recurrence.value_heads),
+            "in_proj_a": (hidden, recurrence.value_heads),
+            "out_proj": (recurrence.value_width, hidden),
+        }
+    elif latent is None:
         query, key = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
         found = {
-            "q_proj": (hidden, query),
+            "q_proj": (hidden, 2 * query if shape.gated else query),
             "k_proj": (hidden, key),
             "v_proj": (hidden, key),
             "o_proj": (query, hidden),
@@ -62,6 +70,9 @@ class LayerParameters:
 
 def layer_parameters(shape: ModelShape, layer: int) -> LayerParameters:
     dense = sum(inputs * outputs for inputs, outputs in linear_layers(shape, layer).values()) + 2 * shape.hidden
+    if shape.recurrence is not None and shape.has_recurrence(layer):
+        of = shape.recurrence  # the convolution, a decay and a bias of each head, and the norm of a head's output
+        dense += of.channels * of.window + 2 * of.value_heads + of.value_dim
     experts = shape.experts
     if experts is None or not shape.has_experts(layer):
         return LayerParameters(dense, 0)
@@ -106,15 +117,27 @@ class KeptElements:
 def kept_elements(shape: ModelShape, layer: int) -> KeptElements:
     ffn, experts = 3 * _dense_ffn(shape, layer), shape.experts
     if experts is None or not shape.has_experts(layer):
-        return KeptElements(4 * shape.hidden, _attention(shape), ffn, 0, 0)
+        return KeptElements(4 * shape.hidden, _attention(shape, layer), ffn, 0, 0)
     times = experts.per_token
-    return KeptElements(4 * shape.hidden, _attention(shape), ffn, times * shape.hidden, 3 * times * experts.ffn)
+    sent, inside = times * shape.hidden, 3 * times * experts.ffn
+    return KeptElements(4 * shape.hidden, _attention(shape, layer), ffn, sent, inside)
 
 
-def _attention(shape: ModelShape) -> float:
-    """Queries three times (projected, with positions, and the output in their place), keys and values three times."""
+CHUNK = 64
+"""Tokens of a chunk of a recurrence: its kernel keeps that many elements of a token and head, for the backward pass."""
+
+
+def _attention(shape: ModelShape, layer: int) -> float:
+    """Queries three times (projected, with positions, and the output in their place), keys and values three times; a
+    gate, and the output that it was multiplied with. Of a recurrent layer with flash-linear-attention: what goes into
+    the convolution and what comes out, queries and keys for each value head, gate, decay and rate, the output before
+    and after its norm, and what the kernel keeps."""
+    if shape.recurrence is not None and shape.has_recurrence(layer):
+        of = shape.recurrence
+        return 2 * of.channels + 3 * of.value_width + of.value_heads * (2 * of.key_dim + CHUNK + 4)
     if shape.latent is None:
-        return 3 * shape.heads * shape.head_dim + 3 * shape.key_value_heads * shape.head_dim
+        query = shape.heads * shape.head_dim
+        return 3 * query + 3 * shape.key_value_heads * shape.head_dim + (2 * query if shape.gated else 0)
     latent = shape.latent
     query = shape.heads * (latent.plain_dim + latent.rotary_dim)
     value = shape.heads * latent.value_dim

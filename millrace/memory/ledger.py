@@ -31,7 +31,7 @@ class Part(StrEnum):
     STAGING = "staging"
     """Buffers of a publication."""
     KV_CACHE = "kv_cache"
-    """Keys and values of the tokens in a replica."""
+    """Keys and values of the tokens in a replica, and the states of its requests in recurrent layers."""
 
 
 KEPT = (Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.ADAPTER, Part.REFERENCE, Part.CRITIC)

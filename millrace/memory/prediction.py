@@ -46,6 +46,9 @@ class ReplicaPrediction:
     ledger: Ledger
     cached_tokens: int = field(default=0)
     """Tokens whose keys and values fit."""
+    state_bytes: float = field(default=0.0)
+    """Bytes of the states of one request in recurrent layers, in the same memory. None of them is in `cached_tokens`.
+    """
 
 
 def predict_replica(spec: JobSpec, shape: ModelShape, engine: str, gpu_bytes: float) -> ReplicaPrediction:
@@ -67,7 +70,8 @@ def predict_replica(spec: JobSpec, shape: ModelShape, engine: str, gpu_bytes: fl
         Part.STAGING: staging,
     }
     ledger = Ledger(device, {Part.STAGING: receiver_host_bytes(spec, shape)})
-    return ReplicaPrediction(engine, workers, ledger, int(cache / cache_bytes_per_token(spec, shape, workers)))
+    tokens = int(cache / cache_bytes_per_token(spec, shape, workers))
+    return ReplicaPrediction(engine, workers, ledger, tokens, state_bytes_per_request(spec, shape, workers))
 
 
 def cache_bytes_per_token(spec: JobSpec, shape: ModelShape, workers: int = 1) -> float:
@@ -76,4 +80,14 @@ def cache_bytes_per_token(spec: JobSpec, shape: ModelShape, workers: int = 1) ->
     if shape.latent is not None:
         return float(shape.layers * (shape.latent.key_value_rank + shape.latent.rotary_dim) * element)
     heads = max(1.0, shape.key_value_heads / workers)
-    return 2 * shape.layers * heads * shape.head_dim * element
+    return 2 * shape.attending * heads * shape.head_dim * element
+
+
+def state_bytes_per_request(spec: JobSpec, shape: ModelShape, workers: int = 1) -> float:
+    """Bytes that a request's recurrent layers keep on one of `workers` tensor-parallel workers, however long it is: the
+    state, and the last inputs of the convolution."""
+    if (of := shape.recurrence) is None:
+        return 0.0
+    element = element_bytes(spec.rollout.dtype)
+    layer = of.state * (of.state_bytes or element) + of.channels * (of.window - 1) * element
+    return sum(of.layers) * layer / workers

@@ -12,11 +12,15 @@ from typing import Any
 
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import ARCHITECTURES, read_shape
-from millrace.megatron.architectures.shape import ExpertShape, ModelShape, Rope
+from millrace.megatron.architectures.shape import ExpertShape, ModelShape, Recurrence, Rope
+from millrace.weights.plans.manifest import ITEM_BYTES
 
 FIELD = "model.path"
+GATED = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+"""Model types (of the text part) whose attention has a gate of its output."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk")
+SHARED = ("shared_expert_intermediate_size",)
 WIDTH = ("moe_intermediate_size", "intermediate_size")
 
 
@@ -56,9 +60,33 @@ def _sizes(config: Mapping[str, Any]) -> ModelShape:
         norm_epsilon=1e-6,
         rope=Rope(10_000.0),
         tied=bool(config.get("tie_word_embeddings", False)),
+        gated=config.get("model_type") in GATED,
+        recurrence=_recurrence(config),
         experts=None
         if not experts
-        else ExpertShape(experts, _first(config, CHOSEN) or 1, _first(config, WIDTH) or hidden, (True,) * layers),
+        else ExpertShape(
+            experts,
+            _first(config, CHOSEN) or 1,
+            _first(config, WIDTH) or hidden,
+            (True,) * layers,
+            _first(config, SHARED),
+        ),
+    )
+
+
+def _recurrence(config: Mapping[str, Any]) -> Recurrence | None:
+    """The layers of GatedDeltaNet; None where there is none."""
+    kinds = config.get("layer_types") or ()
+    if "linear_attention" not in kinds or not config.get("linear_num_value_heads"):
+        return None
+    return Recurrence(
+        tuple(kind == "linear_attention" for kind in kinds),
+        int(config["linear_num_key_heads"]),
+        int(config["linear_num_value_heads"]),
+        int(config["linear_key_head_dim"]),
+        int(config["linear_value_head_dim"]),
+        int(config["linear_conv_kernel_dim"]),
+        ITEM_BYTES.get(str(config.get("mamba_ssm_dtype"))),
     )
 
 

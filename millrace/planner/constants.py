@@ -50,9 +50,9 @@ LOGIT_S = 0.05e-9
 EAGER_OPERATION_S = 32e-6
 """Seconds of the host to start one operation where the engine has no CUDA graphs (the same with `enforce_eager`: 12,000
 tokens/s)."""
-OPERATIONS = {"attention": 8, "latent": 28, "dense": 4, "experts": 9, "shared": 11, "parallel": 2}
+OPERATIONS = {"attention": 8, "recurrent": 10, "latent": 28, "dense": 4, "experts": 9, "shared": 11, "parallel": 2}
 """Operations of a layer by its parts, counted in vLLM's models: DeepSeek-V3's rotary embedding is 13 of them. `shared`:
-shared experts and the routing in groups."""
+shared experts and the routing in groups. `recurrent`: of a step that gives each request one token; not measured."""
 REDUCE_S, REDUCE_ACROSS_HOSTS_S = 15e-6, 80e-6
 """Seconds that a sum over the workers takes however small it is, within a host and across hosts. Not measured here."""
 

@@ -101,6 +101,7 @@ def _setting(replica: Replica, work: Workload, lengths: list[float], weight: flo
         prompt_tokens=work.mean_prompt,
         slots=replica.slots,
         cached_tokens=replica.cached_tokens,
+        state_tokens=replica.state_tokens,
         weight=weight,
     )
 
@@ -110,9 +111,10 @@ def steady(replica: Replica, work: Workload, replicas: int) -> Generation:
     bound lets be in flight (`max_staleness` of 1 and more). Each publication finds them running."""
     requests = work.sequences / replicas
     context = work.mean_prompt + work.mean_held_response
-    running = min(replica.slots, requests * (work.max_staleness + 1), max(1.0, replica.cached_tokens / context))
+    held = context + replica.state_tokens
+    running = min(replica.slots, requests * (work.max_staleness + 1), max(1.0, replica.cached_tokens / held))
     tokens = requests * work.mean_response
-    decode = tokens / running * replica.decode(running, running * context)
+    decode = tokens / running * replica.decode(running, running * held)
     read = requests / work.samples * work.mean_prompt
     if work.recomputes_cache:
         read += running * context

@@ -34,6 +34,9 @@ class Replica:
     cached_tokens: int
     cache_bytes: float
     """Bytes of the keys and values of one token on one worker."""
+    state_tokens: float
+    """Tokens that would take as much of the cache as the states of a request in recurrent layers. A token reads them
+    as it reads keys and values."""
     eager: bool
     """Whether the engine starts every operation by itself instead of whole CUDA graphs."""
     memory: ReplicaPrediction
@@ -97,12 +100,17 @@ class Replica:
         """Operations that the host starts in a step."""
         counts, found = constants.OPERATIONS, 0
         for layer in range(self.shape.layers):
-            found += counts["attention" if self.shape.latent is None else "latent"]
+            found += counts[self._attention(layer)]
             found += counts["experts" if self.shape.has_experts(layer) else "dense"]
             if self.shape.experts is not None and self.shape.has_experts(layer) and self.shape.experts.shared_ffn:
                 found += counts["shared"]
             found += counts["parallel"] if self.tensor > 1 else 0
         return found
+
+    def _attention(self, layer: int) -> str:
+        if self.shape.has_recurrence(layer):
+            return "recurrent"
+        return "attention" if self.shape.latent is None else "latent"
 
 
 def replica_of(spec: JobSpec, shape: ModelShape, engine: str, gpu: Gpu) -> Replica:
@@ -120,6 +128,7 @@ def replica_of(spec: JobSpec, shape: ModelShape, engine: str, gpu: Gpu) -> Repli
         slots=int(_first(options, SLOT_OPTIONS) or SLOTS),
         cached_tokens=cached,
         cache_bytes=cache_bytes,
+        state_tokens=memory.state_bytes / cache_bytes,
         eager=bool(_first(options, EAGER_OPTIONS)),
         memory=memory,
     )

@@ -43,6 +43,7 @@ def simulated(
         replicas=replicas,
         slots=replica.slots,
         cached_tokens=replica.cached_tokens,
+        state_tokens=replica.state_tokens,
         publication_s=publication.seconds,
         pause_s=publication.pause,
         recompute_cache=work.recomputes_cache,

@@ -114,7 +114,7 @@ class Engine:
         setting = self.setting
         while self._waiting:
             done = self._waiting[0].done
-            given = setting.weight * (setting.prompt_tokens + done)
+            given = setting.weight * (setting.state_tokens + setting.prompt_tokens + done)
             full = (len(self._running) + 1) * setting.weight > max(setting.slots, setting.weight)
             if self._running and (full or self._held + given > setting.cached_tokens):
                 return
@@ -136,7 +136,7 @@ class Engine:
             _, _, answer = heapq.heappop(self._running)
             self._mark(answer)
             self.generated += self.setting.weight * answer.length
-            self._held -= self.setting.weight * (self.setting.prompt_tokens + answer.length)
+            self._held -= self.setting.weight * (self.setting.state_tokens + self.setting.prompt_tokens + answer.length)
             answer.group.left -= 1
             if not answer.group.left:
                 self._read.discard(answer.group)
@@ -152,7 +152,8 @@ class Engine:
         self.version = version
         self._stall_s += self.setting.pause_s
         if self.setting.recompute_cache and self._running:
-            self._stall_s += self.setting.engine.prefill(self._held)
+            states = self.setting.weight * self.setting.state_tokens * len(self._running)
+            self._stall_s += self.setting.engine.prefill(self._held - states)
 
     def stop(self) -> list[Group]:
         """Ends everything, and returns the groups that were not complete, in the order in which they came."""

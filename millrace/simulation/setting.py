@@ -155,6 +155,8 @@ class Setting:
     """Requests that a replica runs at a time."""
     cached_tokens: float = float("inf")
     """Tokens that the cache of a replica holds."""
+    state_tokens: float = 0.0
+    """Tokens that would take as much of the cache as the states of a request in recurrent layers."""
     weight: float = 1.0
     """Requests that each simulated one stands for, to simulate large jobs sooner."""
     publication_s: float = 0.0

@@ -1,17 +1,23 @@
 """The prediction beside the peaks that BENCHMARKS.md measured, and beside real models' parameters."""
 
+import json
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.frozen_head import frozen_head_gradient
 from millrace.bench.shapes import shape_of
 from millrace.errors import InvalidJob, InvalidState
 from millrace.memory.ledger import GB, Part, Phase, peak
-from millrace.memory.prediction import cache_bytes_per_token, predict, predict_replica
+from millrace.memory.prediction import cache_bytes_per_token, predict, predict_replica, state_bytes_per_request
+from millrace.memory.shape import decoder_shape
 from millrace.memory.staging import published_bytes
 from millrace.memory.text import replica_lines
+from tests.hybrid_models import SIZES
 from tests.memory.jobs import cut, job
 
 GIB = 1.073741824
@@ -249,6 +255,28 @@ def test_a_replica_keeps_keys_and_values_in_what_is_left() -> None:
     assert half.ledger.device[Part.STAGING] > whole.ledger.device[Part.STAGING]  # a whole version fits beside it
     two = predict_replica(job(rollout={"engine_options": {"tensor_parallel_size": 2}}), shape, "vllm", gpu)
     assert two.workers == 2 and two.ledger.device[Part.WEIGHTS] == whole.ledger.device[Part.WEIGHTS] / 2
+
+
+@pytest.mark.parametrize(("dtype", "stated"), [("bfloat16", None), ("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_request_keeps_states_where_layers_are_recurrent(dtype: str, stated: str | None, tmp_path: Path) -> None:
+    """As vLLM lays them out for the same sizes."""
+    mamba = pytest.importorskip("vllm.model_executor.layers.mamba.mamba_utils")
+    text: dict[str, Any] = {**SIZES, "mamba_ssm_dtype": stated}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    shape, spec = decoder_shape(tmp_path), job(rollout={"dtype": dtype})
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    dtypes = mamba.MambaStateDtypeCalculator.gated_delta_net_state_dtype(
+        getattr(torch, dtype), "auto", stated or "auto"
+    )
+    for workers in (1, 2):
+        sizes = (SIZES[f"linear_{name}"] for name in names)
+        shapes = mamba.MambaStateShapeCalculator.gated_delta_net_state_shape(workers, *sizes)
+        layer = sum(math.prod(each) * kind.itemsize for each, kind in zip(shapes, dtypes, strict=True))
+        assert state_bytes_per_request(spec, shape, workers) == 2 * layer
+    assert cache_bytes_per_token(spec, shape) == 2 * 2 * 2 * 32 * getattr(torch, dtype).itemsize
+    replica = predict_replica(spec, shape, "vllm", 80e9)
+    assert replica.state_bytes == state_bytes_per_request(spec, shape)
+    assert any("in recurrent layers" in line for line in replica_lines(replica, 80e9))
 
 
 def test_a_publication_of_an_adapter_alone_needs_no_room_for_the_weights() -> None:

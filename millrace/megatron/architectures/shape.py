@@ -77,6 +77,36 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class Recurrence:
+    """Layers of GatedDeltaNet (arXiv 2412.06464), which keep states of one size in place of keys and values."""
+
+    layers: tuple[bool, ...]
+    """For each layer whether it is one."""
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    window: int
+    """Tokens that the convolution sees."""
+    state_bytes: int | None = None
+    """Bytes of an element of the state in engines; None: those of the job's dtype."""
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_width
+
+    @property
+    def state(self) -> int:
+        """Elements of the state of one layer and sequence."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True)
 class ExpertShape:
     """The experts of a mixture-of-experts model."""
 
@@ -123,7 +153,10 @@ class ModelShape:
     attention_bias: bool = False
     """Whether the query, key and value projections have biases."""
     query_key_norm: bool = False
+    gated: bool = False
+    """Whether a gate of attention's output, as wide as the queries, is projected with them."""
     latent: LatentAttention | None = None
+    recurrence: Recurrence | None = None
     experts: ExpertShape | None = None
     value_head: bool = False
     """Whether the output is one value for each token instead of logits: a critic."""
@@ -136,6 +169,14 @@ class ModelShape:
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
 
+    def has_recurrence(self, layer: int) -> bool:
+        return self.recurrence is not None and self.recurrence.layers[layer]
+
+    @property
+    def attending(self) -> int:
+        """Number of the layers that attend."""
+        return self.layers - (0 if self.recurrence is None else sum(self.recurrence.layers))
+
     def padded_vocabulary(self, tensor_parallel: int) -> int:
         multiple = VOCABULARY_MULTIPLE * tensor_parallel
         return -(-self.vocabulary // multiple) * multiple
@@ -146,15 +187,19 @@ def sequence_cost(shape: ModelShape, adapters: int = 0) -> SequenceCost:
     parameters of adapters."""
     query_dim = shape.head_dim if shape.latent is None else shape.latent.plain_dim + shape.latent.rotary_dim
     value_dim = shape.head_dim if shape.latent is None else shape.latent.value_dim
-    layer = AttentionLayer(shape.heads * query_dim, shape.heads * value_dim)
-    return SequenceCost.of_model(active_parameters(shape) + adapters, [layer] * shape.layers)
+    layers = [AttentionLayer(shape.heads * query_dim, shape.heads * value_dim)] * shape.attending
+    if shape.recurrence is not None:
+        layers += [AttentionLayer(0, 0, state=shape.recurrence.state)] * (shape.layers - shape.attending)
+    return SequenceCost.of_model(active_parameters(shape) + adapters, layers)
 
 
 def active_parameters(shape: ModelShape) -> int:
     """Parameters that multiply each token: the output head counts, or a critic's; the embedding does not."""
     attention = _attention(shape) if shape.latent is None else _latent_attention(shape, shape.latent)
     outputs = 1 if shape.value_head else shape.vocabulary
-    total = outputs * shape.hidden + shape.layers * attention
+    total = outputs * shape.hidden + shape.attending * attention
+    if shape.recurrence is not None:
+        total += (shape.layers - shape.attending) * _recurrence(shape, shape.recurrence)
     for layer in range(shape.layers):
         experts = shape.experts
         if experts is None or not experts.layers[layer]:
@@ -166,7 +211,14 @@ def active_parameters(shape: ModelShape) -> int:
 
 
 def _attention(shape: ModelShape) -> int:
-    return 2 * shape.hidden * shape.head_dim * (shape.heads + shape.key_value_heads)
+    gates = shape.heads if shape.gated else 0
+    return shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.key_value_heads + gates)
+
+
+def _recurrence(shape: ModelShape, recurrence: Recurrence) -> int:
+    """Queries, keys, values, the gate of the output, decay and rate of each head; the convolution; and the output."""
+    outputs = recurrence.channels + recurrence.value_width + 2 * recurrence.value_heads
+    return shape.hidden * (outputs + recurrence.value_width) + recurrence.channels * recurrence.window
 
 
 def _latent_attention(shape: ModelShape, latent: LatentAttention) -> int:

@@ -7,6 +7,7 @@ from millrace.memory.layers import kept_elements, linear_layers
 from millrace.planner import constants
 from millrace.planner.hardware import Gpu, Links
 from millrace.planner.trainer.layout import PLANNED, Cause, Imbalance, Layout, Seconds, added, scaled
+from millrace.sequence_cost import STATE_PRODUCTS
 
 ELEMENT = 2
 """Bytes of an element in forward and backward passes, bfloat16."""
@@ -60,7 +61,7 @@ class LayerTimes:
         if experts is not None:
             fullest = self.imbalance.fullest(experts.count, o.expert)
             routed = fullest * 3 * shape.hidden * experts.ffn * experts.per_token
-        attention = self._attention_widths() * self.batch.mean_pair_length
+        attention = self._attention_flops(layer)
         share = constants.ATTENTION_SHARE[o.backend]
         travelling = constants.ELEMENTWISE_PASSES * kept_elements(shape, layer).total
         if self.adapted:
@@ -98,9 +99,14 @@ class LayerTimes:
         again = (ffn if modules & {"mlp", "shared_experts", "moe"} else 0) + (routed if "moe" in modules else 0)
         return again / (sum(sizes.values()) + routed)
 
+    def _attention_flops(self, layer: int) -> float:
+        """FLOPs of a token of attention itself, or of a recurrence. Of all pairs of tokens half are computed."""
+        if self.shape.recurrence is not None and self.shape.has_recurrence(layer):
+            return 2.0 * STATE_PRODUCTS * self.shape.recurrence.state
+        return self._attention_widths() * self.batch.mean_pair_length
+
     def _attention_widths(self) -> float:
-        """Elements of all queries and values of a token: a pair of tokens costs 2 FLOPs for each, and half of all
-        pairs are computed."""
+        """Elements of all queries and values of a token: a pair of tokens costs 2 FLOPs for each."""
         latent = self.shape.latent
         if latent is None:
             return 2.0 * self.shape.heads * self.shape.head_dim

@@ -12,11 +12,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from millrace.errors import InvalidJob
+from millrace.megatron.architectures.shape import sequence_cost as predicted_cost
+from millrace.memory.adapters import adapter_parameters
+from millrace.memory.layers import parameters
+from millrace.memory.ledger import Part, Phase
+from millrace.memory.prediction import predict
+from millrace.memory.shape import decoder_shape
 from millrace.spec.lora import Lora
 from services.trainer.backends import build
 from services.trainer.backends.fsdp2 import model_check, recurrent
 from services.trainer.backends.fsdp2.flops import active_parameters, sequence_cost
 from services.trainer.backends.fsdp2.layer_choice import choose_layers
+from services.trainer.memory.meter import measured
 from services.trainer.protocol.backend import TokenScores
 from services.trainer.protocol.microbatch import MicroBatch, Sample
 from tests.forked import CONTEXT
@@ -145,6 +152,28 @@ def test_adapters_are_for_attention_and_mlp(hybrids: Callable[[str], Path]) -> N
     assert {name.rpartition(".")[2] for name in chosen} == attention | {"gate_proj", "up_proj", "down_proj"}
     with pytest.raises(InvalidJob, match=r"model\.lora\.target_modules: .*in_proj_qkv.*GatedDeltaNet"):
         choose_layers(model, Lora(target_modules=["q_proj", "in_proj_qkv"]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_prediction_counts_what_the_model_has(hybrids: Callable[[str], Path], kind: str) -> None:
+    """Without biases, some norms, and the gate of shared experts."""
+    folder = hybrids(kind)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    shape, cost = decoder_shape(folder), sequence_cost(model.config, model)
+    assert parameters(shape) == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.01)
+    assert predicted_cost(shape).per_token_pair == cost.per_token_pair
+    assert predicted_cost(shape).per_token == pytest.approx(cost.per_token, rel=0.01)
+    adapted = choose_layers(model, Lora())
+    sizes = [model.get_submodule(name) for name in adapted]
+    trained = sum(8 * (each.in_features + each.out_features) for each in sizes)
+    assert adapter_parameters(shape, Lora(rank=8)) == trained
+
+
+def test_a_rank_holds_what_is_predicted(one_rank: torch.device, hybrids: Callable[[str], Path]) -> None:
+    spec = job_spec(hybrids("qwen3_5_moe"))
+    held = measured(build(spec, one_rank)).device[Part.WEIGHTS]
+    predicted = predict(spec, decoder_shape(hybrids("qwen3_5_moe")), 1)[Phase.LOAD].device[Part.WEIGHTS]
+    assert held == pytest.approx(predicted, rel=0.02)
 
 
 def test_flops_of_the_recurrence_grow_with_tokens(hybrids: Callable[[str], Path]) -> None:
