@@ -1,15 +1,100 @@
-"""Makes the page on the models of the fsdp2 backend: `python docs/models_page.py > docs/models.md`.
+"""Makes the page on models: `python docs/models_page.py > docs/models.md`.
 
-It comes from the tables in `millrace/fsdp2/architectures.py`.
+It comes from the tables of the backends and engines, and from `FAMILIES`, which names the tests.
 """
 
-from millrace.fsdp2.architectures import ATTENTIONS, BY_REASON, RIGHT, RIGHT_WITH, UNTRIED
+from dataclasses import dataclass
 
-HEADING = """# Models on FSDP2
+from millrace.fsdp2.architectures import ATTENTIONS, BY_REASON, GATED_DELTA, RIGHT, RIGHT_WITH, UNTRIED
+from millrace.megatron.architectures import ARCHITECTURES
+from services.rollout.engines.vllm.options import SHOWN_RECURRENT, TEXT_PARTS
 
-This page is made by `python docs/models_page.py > docs/models.md` from `millrace/fsdp2/architectures.py`: edit that,
+ENGINES, MEGATRON = "tests/services/rollout/engines/", "tests/services/trainer/backends/megatron/"
+FSDP2 = "tests/services/trainer/backends/fsdp2/"
+VLLM = f"{MEGATRON}test_vllm.py"
+RECURRENT = GATED_DELTA | set(TEXT_PARTS)
+"""Model types with layers of GatedDeltaNet, in the language model or inside."""
+YES, NO, UNKNOWN = "yes", "refused", "not tried"
+COLUMNS = (
+    "family",
+    "model types",
+    "FSDP2",
+    "Megatron-Core",
+    "vLLM on the CPU",
+    "Transformers engine",
+    "vLLM on GPUs, SGLang",
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models, and the tests that compare it with transformers."""
+
+    title: str
+    types: tuple[str, ...]
+    vllm: str = ""
+    """The test of vLLM's CPU build; empty where there is none."""
+    note: str = ""
+
+    @property
+    def tests(self) -> dict[str, str]:
+        """By backend or engine the test of each that runs the family."""
+        recurrent = RECURRENT.issuperset(self.types)
+        found = {"FSDP2": f"{FSDP2}{'test_recurrent' if recurrent else 'test_sweep'}.py"} if self.fsdp2 else {}
+        if self.megatron:
+            found["Megatron-Core"] = f"{MEGATRON}test_parity.py"
+        if self.vllm:
+            found["vLLM"] = self.vllm
+        if self.fsdp2 and not recurrent:
+            found["Transformers"] = f"{FSDP2}test_sweep.py"
+        return found
+
+    @property
+    def fsdp2(self) -> bool:
+        return RIGHT.issuperset(self.types)
+
+    @property
+    def megatron(self) -> bool:
+        return set(ARCHITECTURES).issuperset(self.types)
+
+    def row(self) -> str:
+        """A line of the table."""
+        recurrent = RECURRENT.issuperset(self.types)
+        trainers = [YES if holds else NO for holds in (self.fsdp2, self.megatron)]
+        vllm = UNKNOWN if not self.vllm else NO if recurrent and not set(SHOWN_RECURRENT) >= set(self.types) else YES
+        others = NO if recurrent else YES if self.fsdp2 else UNKNOWN
+        cells = (f"{self.title}{self.note and f' ({self.note})'}", _names(self.types), *trainers, vllm, others)
+        return f"| {' | '.join(cells)} | {NO if recurrent else 'see below'} |"
+
+
+FAMILIES = (
+    Family("Qwen3", ("qwen3",), VLLM),
+    Family("Qwen3 with experts", ("qwen3_moe",), VLLM),
+    Family("Qwen2 and 2.5", ("qwen2",), VLLM),
+    Family("Qwen2.5-VL", ("qwen2_5_vl",), VLLM, "its text, in vLLM as a Qwen2"),
+    Family("Qwen3-Next", ("qwen3_next",), f"{ENGINES}test_hybrid.py"),
+    Family("Qwen3.5 and 3.6", ("qwen3_5_text", "qwen3_5"), f"{ENGINES}test_hybrid.py", "the language model"),
+    Family(
+        "Qwen3.5 and 3.6 with experts",
+        ("qwen3_5_moe_text", "qwen3_5_moe"),
+        f"{ENGINES}test_hybrid.py",
+        "the language model",
+    ),
+    Family("Mixtral", ("mixtral",), VLLM),
+    Family("DeepSeek-V3, Moonlight", ("deepseek_v3",), VLLM),
+)
+
+HEADING = """# Models
+
+This page is made by `python docs/models_page.py > docs/models.md` from the tables of backends and engines: edit those,
 not this page.
 
+Each cell says whether the log-probabilities of a tiny random model were compared with transformers', in float32 on the
+CPU; for trainers the gradients too. `tests/docs/test_models.py` checks that the tests of each cell name the family."""
+ON_GPUS = """vLLM on GPUs, and SGLang, run the models of the table that vLLM's CPU build runs, except where they are
+refused; [BENCHMARKS.md](../BENCHMARKS.md) says what was run on GPUs. There layers of GatedDeltaNet are trained with
+flash-linear-attention, which was not run; a host without it is refused. Prompts with images are refused everywhere."""
+ON_FSDP2 = """\
 The FSDP2 backend trains what the `transformers` library has, if a packed micro-batch gives every sequence what it
 gets alone. This is not assumed: before a model is loaded, and by `millrace validate`, a tiny model of its config is
 computed in both ways on the CPU in float32. It keeps the kinds of layers, rotary positions, windows, caps, sinks and
@@ -27,8 +112,9 @@ Hunyuan's with `alpha`; `longrope` (Phi-3.5, Phi-4-mini), unless the longest tex
 and `rollout.max_response_tokens` together, has at most `original_max_position_embeddings` tokens.
 
 The tables have every causal language model of transformers by its `model_type`, with the default entries of its
-config; other entries may decide otherwise. Each accepted one was also compared with the transformers engine, which
-decodes with a cache: log-probabilities of tokens that follow prompts of several lengths are within 0.0001 nats.
+config; other entries may decide otherwise. Each accepted one without layers of GatedDeltaNet was also compared with the
+transformers engine, which decodes with a cache: log-probabilities of tokens that follow prompts of several lengths are
+within 0.0001 nats.
 
 With vLLM 0.32 on the CPU, in float32, `cohere`, `gemma3_text`, `glm4`, `granite`, `llama` and `mistral` were compared
 in the same way: within 0.00002 nats. `cohere2` was not equal: vLLM's windows have one token more than transformers',
@@ -38,7 +124,9 @@ which changes the log-probabilities of texts that are longer than `sliding_windo
 def page() -> str:
     """The page."""
     every = ", ".join(f"`{name}`" for name in ATTENTIONS)
-    parts = [HEADING, "## Accepted", f"With each attention ({every}):", _names(RIGHT), "With some:"]
+    families = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *(family.row() for family in FAMILIES)]
+    parts = [HEADING, "\n".join(families), ON_GPUS, "# Models on FSDP2", ON_FSDP2, "## Accepted"]
+    parts += [f"With each attention ({every}):", _names(RIGHT), "With some:"]
     rows = [f"| `{name}` | {_names(found)} |" for name, found in sorted(RIGHT_WITH.items())]
     parts.append("\n".join(["| model type | `trainer.backend_options.attention` |", "|---|---|", *rows]))
     parts.append("## Refused")
