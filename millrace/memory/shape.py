@@ -20,6 +20,8 @@ GATED = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 """Model types (of the text part) whose attention has a gate of its output."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk")
+INTERVAL = 4
+"""Every so many layers one attends where a config has neither `layer_types` nor `full_attention_interval`."""
 SHARED = ("shared_expert_intermediate_size",)
 WIDTH = ("moe_intermediate_size", "intermediate_size")
 
@@ -76,11 +78,16 @@ def _sizes(config: Mapping[str, Any]) -> ModelShape:
 
 def _recurrence(config: Mapping[str, Any]) -> Recurrence | None:
     """The layers of GatedDeltaNet; None where there is none."""
-    kinds = config.get("layer_types") or ()
-    if "linear_attention" not in kinds or not config.get("linear_num_value_heads"):
+    if not config.get("linear_num_value_heads"):
+        return None
+    numbers = range(int(config["num_hidden_layers"]))
+    recurrent = tuple(bool((layer + 1) % (config.get("full_attention_interval") or INTERVAL)) for layer in numbers)
+    if kinds := config.get("layer_types"):
+        recurrent = tuple(kind == "linear_attention" for kind in kinds)
+    if all(recurrent) or not any(recurrent):
         return None
     return Recurrence(
-        tuple(kind == "linear_attention" for kind in kinds),
+        recurrent,
         int(config["linear_num_key_heads"]),
         int(config["linear_num_value_heads"]),
         int(config["linear_key_head_dim"]),

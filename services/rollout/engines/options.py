@@ -70,7 +70,10 @@ def has_latents(model: str) -> bool:
 def is_recurrent(model: str) -> bool:
     """Whether a model folder, or the text part of one, has layers of linear attention (Qwen3-Next, Qwen3.5)."""
     config = read_config(model)
-    return "linear_attention" in ({**config, **(config.get("text_config") or {})}.get("layer_types") or ())
+    text = {**config, **(config.get("text_config") or {})}
+    if "linear_num_value_heads" in text and not text.get("layer_types"):
+        return True  # an older config, which has `full_attention_interval` instead
+    return "linear_attention" in (text.get("layer_types") or ())
 
 
 def refuse_recurrent(model: str, engine: str, shown: Collection[str] = ()) -> None:

@@ -1,11 +1,13 @@
 """Engines in which layers of linear attention were not shown to be the trainer's refuse them before they start."""
 
+import json
 from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
 
 from millrace.errors import InvalidJob
+from millrace.memory.shape import decoder_shape
 from services.rollout.engines.options import is_recurrent, refuse_recurrent
 from services.rollout.engines.transformers.model import random_model
 from tests.hybrid_models import IN_THREE, SIZES, TOKENS, TOWER
@@ -24,6 +26,16 @@ def test_a_language_model_inside_another_is_seen(wrapper: Path) -> None:
     assert is_recurrent(str(wrapper))
     with pytest.raises(InvalidJob, match=r"model\.path: .*linear attention were not shown to be the trainer's with an"):
         refuse_recurrent(str(wrapper), "an engine")
+
+
+def test_a_config_without_kinds_of_layers_is_seen(tmp_path: Path) -> None:
+    """As Qwen3-Next was published, with `full_attention_interval` instead."""
+    sizes = {name: value for name, value in SIZES.items() if name != "layer_types"}
+    stated = {"model_type": "qwen3_next", "full_attention_interval": 2, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    assert is_recurrent(str(tmp_path))
+    shape = decoder_shape(tmp_path)
+    assert shape.recurrence is not None and shape.recurrence.layers == (True, False, True, False)
 
 
 def test_the_transformers_engine_sees_it_too(wrapper: Path) -> None:
