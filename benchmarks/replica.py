@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.spans import recording
-from millrace.demo.model import qwen3
+from millrace.demo.model import random_model
 from millrace.demo.tokenizer import byte_tokenizer
 from millrace.ids import new_member_id
 from millrace.spec import JobSpec, parse
@@ -64,7 +64,7 @@ def main() -> None:
 
 def made_model(folder: Path) -> Path:
     tokenizer = byte_tokenizer()
-    qwen3(tokenizer).save_pretrained(folder)
+    random_model(tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

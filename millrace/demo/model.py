@@ -1,4 +1,5 @@
-"""A Qwen3 of 427,000 parameters, or of 19 million for GPUs, warmed until it gets the task right now and then.
+"""A Qwen3 of 427,000 parameters, or of 19 million for GPUs, or a Qwen3.5 of 462,000, warmed until it gets the task
+right now and then.
 
 The demonstrations are wrong more often than right: most of them copy the word instead of turning it round, or give the
 hunt up. So both are in the model's distribution and reinforcement has to choose between them. Warmed on right ones
@@ -15,7 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from millrace.demo.task import Turn
@@ -25,6 +33,18 @@ from millrace.demo.tokenizer import byte_tokenizer
 IGNORED = -100
 """The label of tokens without loss."""
 Size = Literal["small", "grown"]
+Family = Literal["qwen3", "qwen3.5"]
+FAMILIES: tuple[Family, ...] = ("qwen3", "qwen3.5")
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+"""What a small Qwen3.5 has besides the sizes of a small Qwen3: one layer of GatedDeltaNet, and one that attends."""
 SIZES: dict[Size, dict[str, Any]] = {
     "small": {
         "hidden_size": 128,
@@ -58,6 +78,7 @@ class WarmUp:
     seed: int = 0
     size: Size = "small"
     task: str = "reverse"
+    model: Family = "qwen3"
     until: float = 0.12
     """Ends once the model gets new cases right with this probability; seeds take 175 to 275 steps for words."""
     look_every: int = 25
@@ -89,23 +110,23 @@ def made_model(folder: Path, warm_up: WarmUp) -> Path:
     return folder
 
 
-def qwen3(tokenizer: PreTrainedTokenizerFast, size: Size = "small") -> Qwen3ForCausalLM:
+def random_model(tokenizer: PreTrainedTokenizerFast, size: Size = "small", family: Family = "qwen3") -> PreTrainedModel:
     """Random weights, float32."""
-    end = tokenizer.convert_tokens_to_ids(str(tokenizer.eos_token))
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=end,
-            pad_token_id=tokenizer.pad_token_id,
-            **SIZES[size],
-        )
-    )
+    shared: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.convert_tokens_to_ids(str(tokenizer.eos_token)),
+        "pad_token_id": tokenizer.pad_token_id,
+        **SIZES[size],
+    }
+    if family == "qwen3.5":
+        return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**shared, **HYBRID))
+    return Qwen3ForCausalLM(Qwen3Config(**shared))
 
 
-def warmed(tokenizer: PreTrainedTokenizerFast, warm_up: WarmUp) -> Qwen3ForCausalLM:
+def warmed(tokenizer: PreTrainedTokenizerFast, warm_up: WarmUp) -> PreTrainedModel:
     """The model after the supervised run; the same seed gives the same weights on the same machine.
 
     Raises RuntimeError where it does not get there within `max_steps`.
@@ -116,7 +137,7 @@ def warmed(tokenizer: PreTrainedTokenizerFast, warm_up: WarmUp) -> Qwen3ForCausa
     task = TASKS[warm_up.task]
     source = task.cases(rng)
     unseen = [demonstration(tokenizer, task.conversation(next(source), rng, right=True)) for _ in range(128)]
-    model = qwen3(tokenizer, warm_up.size)
+    model = random_model(tokenizer, warm_up.size, warm_up.model)
     if warm_up.size == "grown" and torch.cuda.is_available():
         torch.nn.Module.to(model, "cuda")
     optimizer = torch.optim.AdamW(
@@ -142,7 +163,7 @@ def warmed(tokenizer: PreTrainedTokenizerFast, warm_up: WarmUp) -> Qwen3ForCausa
     )
 
 
-def probability(model: Qwen3ForCausalLM, demonstrations: list[Demonstration]) -> float:
+def probability(model: PreTrainedModel, demonstrations: list[Demonstration]) -> float:
     """Mean probability with which the model would say all that the policy says in a demonstration."""
     tokens_bt, labels_bt = (tensor.to(model.device) for tensor in _padded(demonstrations))
     with torch.no_grad():

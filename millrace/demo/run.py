@@ -29,7 +29,7 @@ from millrace.terminal.output import ledger_line, number, people
 from millrace.terminal.watch import show_live
 
 if TYPE_CHECKING:
-    from millrace.demo.model import Size
+    from millrace.demo.model import Family, Size
 
 
 MARGIN = 0.30
@@ -63,6 +63,7 @@ def demo(
         "reverse"
     ),
     size: Annotated[str, typer.Option(help="Of the model: small, or grown, for GPUs.")] = "small",
+    model: Annotated[str, typer.Option(help="qwen3, or qwen3.5, with a layer of GatedDeltaNet.")] = "qwen3",
     lora: Annotated[
         int | None, typer.Option(metavar="RANK", help="Train adapters of this rank instead of all weights.", min=1)
     ] = None,
@@ -78,6 +79,8 @@ def demo(
     Status 0 only if the reward on held-out cases rose by the margin that the README states.
     """
     begun = time.monotonic()
+    chosen = _size(size)
+    family = _family(model, chosen)
     state = _writable(state)
     options = StackOptions(
         # A stack's state is not shared between runs: each demo begins with an empty ledger.
@@ -91,7 +94,7 @@ def demo(
         grpc_port=free_port(),
         environment={name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()},
     )
-    spec = prepared(state, seed, steps, backend, _size(size), lora, task)
+    spec = prepared(state, seed, steps, backend, chosen, lora, task, family)
     made_s = time.monotonic() - begun
     print(
         f"starting coordinator, trainer and {replicas} {engine} replica(s); logs: {options.folder / 'logs'}", flush=True
@@ -117,6 +120,7 @@ def prepared(
     size: "Size" = "small",
     lora: int | None = None,
     task: str = "reverse",
+    family: "Family" = "qwen3",
 ) -> JobSpec:
     """Makes model and data, and the job about them. Raises InvalidJob for a task that does not exist."""
     from millrace.demo.task import write_task_data
@@ -126,9 +130,10 @@ def prepared(
     from millrace.demo.model import WarmUp, made_model
 
     print(f"making the model (once a seed) and the data in {state}", flush=True)
-    made_model(model_folder(state, seed, size, task), WarmUp(seed=seed, size=size, task=task))
+    warm_up = WarmUp(seed=seed, size=size, task=task, model=family)
+    made_model(model_folder(state, seed, size, task, family), warm_up)
     data = write_task_data(named, state / _folder("data", seed, task=task), seed)
-    return job_spec(state, seed, steps, data, backend, size, lora, task)
+    return job_spec(state, seed, steps, data, backend, size, lora, task, family)
 
 
 def _writable(folder: Path) -> Path:
@@ -144,13 +149,16 @@ def _writable(folder: Path) -> Path:
     return folder
 
 
-def model_folder(state: Path, seed: int, size: "Size" = "small", task: str = "reverse") -> Path:
-    return state / _folder("model", seed, size, task)
+def model_folder(
+    state: Path, seed: int, size: "Size" = "small", task: str = "reverse", family: "Family" = "qwen3"
+) -> Path:
+    return state / _folder("model", seed, size, task, family)
 
 
-def _folder(what: str, seed: int, size: str = "small", task: str = "reverse") -> str:
-    """The folder's name: what it holds, then the task and the size where they are not the default, then the seed."""
-    return "-".join([what, *([task] if task != "reverse" else []), *([size] if size != "small" else []), str(seed)])
+def _folder(what: str, seed: int, size: str = "small", task: str = "reverse", family: str = "qwen3") -> str:
+    """The folder's name: what it holds, then task, size and family where they are not the default, then the seed."""
+    others = [value for value, usual in ((task, "reverse"), (size, "small"), (family, "qwen3")) if value != usual]
+    return "-".join([what, *others, str(seed)])
 
 
 def _size(text: str) -> "Size":
@@ -158,6 +166,16 @@ def _size(text: str) -> "Size":
 
     if text not in SIZES:
         raise InvalidJob(f"--size: there is no size {text!r}.", f"choose from {', '.join(SIZES)}.")
+    return text
+
+
+def _family(text: str, size: "Size") -> "Family":
+    from millrace.demo.model import FAMILIES
+
+    if text not in FAMILIES:
+        raise InvalidJob(f"--model: there is no model {text!r}.", f"choose from {', '.join(FAMILIES)}.")
+    if text == "qwen3.5" and size != "small":
+        raise InvalidJob(f"--model: there is no {text} of size {size!r}.", "leave --size out.")
     return text
 
 
@@ -170,6 +188,7 @@ def job_spec(
     size: "Size" = "small",
     lora: int | None = None,
     task: str = "reverse",
+    family: "Family" = "qwen3",
 ) -> JobSpec:
     """The job of `job.yaml` with what task and size change, and with this run's folders; `data` is what to train on and
     what to hold out. Adapters have a ten times higher learning rate than all weights."""
@@ -179,7 +198,7 @@ def job_spec(
     for changes in (task_named(task).changes, GROWN if size == "grown" else None):
         if changes is not None:
             tree = merged(tree, yaml.safe_load(changes.read_text()))
-    tree["model"]["path"] = str(model_folder(state, seed, size, task))
+    tree["model"]["path"] = str(model_folder(state, seed, size, task, family))
     tree["data"] |= {"files": [str(data[0])], "seed": seed}
     tree["evaluation"]["files"] = [str(data[1])]
     tree["trainer"] |= {"seed": seed, "backend": backend}
@@ -188,7 +207,7 @@ def job_spec(
         tree["trainer"]["optimizer"]["lr"] *= 10
     tree["schedule"]["steps"] = steps
     tree["trainer"]["optimizer"]["warmup_steps"] = min(steps, tree["trainer"]["optimizer"]["warmup_steps"])
-    tree["output"] = str(state / time.strftime(f"{_folder('output', seed, task=task)}-%Y%m%d-%H%M%S"))
+    tree["output"] = str(state / time.strftime(f"{_folder('output', seed, task=task, family=family)}-%Y%m%d-%H%M%S"))
     return parse(tree)
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millrace.data.model_folder import check_model_folder
-from millrace.demo.model import IGNORED, WarmUp, demonstration, made_model, probability, qwen3, warmed
+from millrace.demo.model import IGNORED, WarmUp, demonstration, made_model, probability, random_model, warmed
 from millrace.demo.tasks import TASKS
 from millrace.demo.tokenizer import byte_tokenizer
 
@@ -39,6 +39,12 @@ def test_the_folder_is_an_ordinary_hugging_face_model(folder: Path) -> None:
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
 
+def test_a_qwen3_5_has_a_layer_of_each_kind() -> None:
+    model = random_model(byte_tokenizer(), family="qwen3.5")
+    assert model.config.layer_types == ["linear_attention", "full_attention"]
+    assert sum(p.numel() for p in model.parameters()) == 461_928
+
+
 def test_a_model_of_the_same_recipe_is_kept_and_of_another_made_anew(folder: Path) -> None:
     weights = folder / "model.safetensors"
     before = weights.stat().st_mtime_ns
@@ -58,7 +64,7 @@ def test_a_warm_up_that_does_not_get_there_says_so() -> None:
 
 def test_the_probability_is_that_of_the_whole_answer() -> None:
     tokenizer = byte_tokenizer()
-    model = qwen3(tokenizer).eval()
+    model = random_model(tokenizer).eval()
     prompt, said = tokenizer.encode("reverse ab\n"), tokenizer.encode("ba<|im_end|>")
     said_after = [IGNORED] * len(prompt) + said
     expected = 1.0
@@ -73,7 +79,7 @@ def test_the_probability_is_that_of_the_whole_answer() -> None:
 
 def test_the_warm_up_moves_the_weights(folder: Path) -> None:
     torch.manual_seed(SHORT.seed)
-    fresh = qwen3(byte_tokenizer())
+    fresh = random_model(byte_tokenizer())
     warm = AutoModelForCausalLM.from_pretrained(folder)
     assert (fresh.model.embed_tokens.weight - warm.model.embed_tokens.weight).abs().max() > 1e-4
 

@@ -10,8 +10,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from millrace.cli import app
+from millrace.demo.model import FAMILIES
 from millrace.demo.run import JOB, MARGIN, Outcome, job_spec, print_outcome
+from millrace.demo.run import app as demonstration
 from millrace.drops import DropReason
+from millrace.errors import InvalidJob
 from millrace.rest import Coverage, JobState, JobView, LedgerView, StepMetrics
 from millrace.spec import load
 
@@ -81,6 +84,21 @@ def test_the_grown_model_has_a_job_of_its_own_for_the_rest_the_same(tmp_path: Pa
     assert grown.model.path != small.model.path and grown.rollout.dtype == "bfloat16"
     assert grown.rollout.options_of("vllm")["max_model_len"] == small.rollout.options_of("vllm")["max_model_len"]
     assert grown.algorithm == small.algorithm and grown.evaluation == small.evaluation
+
+
+def test_another_family_has_folders_of_its_own_and_the_same_job(tmp_path: Path) -> None:
+    data = (tmp_path / "t.parquet", tmp_path / "h.parquet")
+    usual, hybrid = (job_spec(tmp_path, 4, 5, data, family=family) for family in FAMILIES)
+    assert Path(hybrid.model.path).name == "model-qwen3.5-4" and usual.model.path != hybrid.model.path
+    assert hybrid.rollout == usual.rollout and hybrid.trainer == usual.trainer
+
+
+@pytest.mark.parametrize(("options", "told"), [(("--model", "qwen4"), "qwen4"), (("--size", "grown"), "grown")])
+def test_a_family_or_a_size_of_it_that_does_not_exist_is_refused(options: tuple[str, ...], told: str) -> None:
+    asked = ["--model", "qwen3.5", *options]
+    result = CliRunner().invoke(demonstration, asked)
+    assert isinstance(result.exception, InvalidJob) and "--model: there is no" in str(result.exception)
+    assert told in str(result.exception)
 
 
 @pytest.mark.parametrize("module", ["millrace.demo", "demo"])
