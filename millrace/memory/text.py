@@ -95,8 +95,8 @@ def replica_lines(replica: ReplicaPrediction, gpu_bytes: float) -> Iterator[str]
     for part, size in replica.ledger.largest_first():
         tokens = f" ({replica.cached_tokens:,} tokens)" if part is Part.KV_CACHE else ""
         yield f"  {PARTS[part]:32}{gib(size):>12}{tokens}"
-    if replica.state_bytes:
-        yield f"  {'  of that a running request':32}{gib(replica.state_bytes):>12} in recurrent layers"
+        if part is Part.KV_CACHE and replica.state_bytes:
+            yield f"  {'  of these a running request':32}{gib(replica.state_bytes):>12} in recurrent layers"
     if host := sum(replica.ledger.host.values()):
         yield f"  {'in host memory':32}{gib(host):>12}"
     has_cache = replica.cached_tokens or not ENGINES[replica.engine].memory_option

@@ -276,7 +276,9 @@ def test_a_request_keeps_states_where_layers_are_recurrent(dtype: str, stated: s
     assert cache_bytes_per_token(spec, shape) == 2 * 2 * 2 * 32 * getattr(torch, dtype).itemsize
     replica = predict_replica(spec, shape, "vllm", 80e9)
     assert replica.state_bytes == state_bytes_per_request(spec, shape)
-    assert any("in recurrent layers" in line for line in replica_lines(replica, 80e9))
+    lines = list(replica_lines(replica, 80e9))
+    (number,) = (n for n, line in enumerate(lines) if "in recurrent layers" in line)
+    assert "keys and values" in lines[number - 1]
 
 
 def test_a_publication_of_an_adapter_alone_needs_no_room_for_the_weights() -> None:

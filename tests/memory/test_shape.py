@@ -26,6 +26,28 @@ LLAMA = {
 }
 
 
+QWEN3_NEXT = {
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "full_attention_interval": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "vocab_size": 151936,
+}
+
+
 def folder(path: Path, config: object) -> Path:
     (path / "config.json").write_text(json.dumps(config))
     return path
@@ -35,6 +57,12 @@ def test_an_architecture_that_only_transformers_knows(tmp_path: Path) -> None:
     assert parameters(decoder_shape(folder(tmp_path, LLAMA))) == pytest.approx(8.03e9, rel=0.001)
     nested = {"model_type": "gemma3", "text_config": LLAMA}
     assert parameters(decoder_shape(folder(tmp_path, nested))) == pytest.approx(8.03e9, rel=0.001)
+
+
+def test_a_published_model_with_recurrent_layers_has_its_parameters(tmp_path: Path) -> None:
+    """Qwen3-Next-80B-A3B, whose config states how often a layer attends."""
+    shape = decoder_shape(folder(tmp_path, QWEN3_NEXT))
+    assert parameters(shape) == pytest.approx(80e9, rel=0.01) and shape.attending == 12
 
 
 def test_an_architecture_that_the_megatron_backend_builds_is_read_whole(tmp_path: Path) -> None:
