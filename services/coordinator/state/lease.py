@@ -4,10 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import structlog
+from google.protobuf.message import DecodeError
+
+from millrace.contracts.parts import assembled
 from millrace.contracts.v1 import work_pb2
 from millrace.drops import Drop
 from millrace.ids import Fence, JobId, LeaseId, PromptId, Purpose
 from millrace.wire.enums import PURPOSE_NUMBERS, purpose_of
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,3 +75,11 @@ class Claim:
     row: QueuedPrompt
     parts: bytes = b""
     """What earlier holders sampled: a serialized LeaseParts."""
+
+    def sampled(self) -> list[work_pb2.Part]:
+        """The parts of the answers that earlier holders sampled; none where a holder sent what cannot be read."""
+        try:
+            return assembled(work_pb2.LeaseParts.FromString(self.parts).parts)
+        except DecodeError as error:
+            log.warning("parts of a lease cannot be read", prompt=self.row.prompt_id, error=str(error))
+            return []

@@ -86,12 +86,13 @@ class Prompts:
         """Queues prompts that wait to be issued again."""
         await self._redis.run("reissue", [self._base], [step, *_encoded(drafts)])
 
-    async def lease(self, member: MemberId, count: int, lineage: int) -> list[Claim] | None:
-        """Up to `count` leases for the member; none where the job has another lineage than the member's weights. None
-        while the member is held back: it has a prompt that is leased alone, as others died with it."""
+    async def lease(self, member: MemberId, count: int, lineage: int, share: float = 1.0) -> list[Claim] | None:
+        """Up to `count` leases for the member, and up to its `share` of the queued prompts, rounded up; none where the
+        job has another lineage than the member's weights. None while the member is held back: it has a prompt that is
+        leased alone, as others died with it."""
         ledgers = [f"{self._job}:{purpose}" for purpose in Purpose]
         claims = await self._redis.run(
-            "lease", [self._base, self._job, *ledgers], [member, count, lineage, LEASED_PARTS_BYTES]
+            "lease", [self._base, self._job, *ledgers], [member, count, lineage, LEASED_PARTS_BYTES, share]
         )
         if isinstance(claims, bytes):
             return None

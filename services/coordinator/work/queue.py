@@ -8,12 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-import structlog
-from google.protobuf.message import DecodeError
-
 from millrace import events
 from millrace.admission.choices import needs_greedy_baseline, teacher_top
-from millrace.contracts.parts import assembled, within
+from millrace.contracts.parts import within
 from millrace.contracts.v1 import common_pb2, work_pb2
 from millrace.drops import Drop, DropReason
 from millrace.errors import NotFound
@@ -31,13 +28,12 @@ from services.coordinator.state.bell import Bell
 from services.coordinator.state.deaths import PROMPT_BUDGET
 from services.coordinator.state.group import GroupSummary, Wanted, fault
 from services.coordinator.state.job import ENDED
-from services.coordinator.state.lease import Claim, LeaseRef
+from services.coordinator.state.lease import LeaseRef
 from services.coordinator.state.member import Member, Weights
 from services.coordinator.store import Prompts, Store, StoreDown
 from services.coordinator.store.prompts import NO_PARTS
 from services.coordinator.work.line import Line
 
-log = structlog.get_logger(__name__)
 LONGEST_WAIT_S = 30.0
 EXPIRE_EVERY_S = 1.0
 
@@ -132,6 +128,7 @@ class Offer:
 
 
 EMPTY = Offer([], "the queue is empty", exhausted=True)
+BEHIND = Offer([], "other replicas are first")
 
 
 class Queue:
@@ -163,15 +160,18 @@ class Queue:
     # Lease.
 
     async def lease(self, member_id: MemberId, free_samples: int, wait_s: float) -> tuple[list[work_pb2.Lease], str]:
-        """Leases for as many samples as the member can start, or the reason why there are none. Waits for leases up to
-        `wait_s`. Raises NotFound where the caller is not a member."""
+        """Leases for as many samples as the member can start, or the reason why there are none. Members that wait at
+        the same time share the open prompts by their free slots. Waits for leases up to `wait_s`. Raises NotFound where
+        the caller is not a member."""
         deadline = time.monotonic() + min(wait_s, LONGEST_WAIT_S)
-        rings, offer = self._line.rings, await self._offer(self._fleet.member(member_id), free_samples)
+        rings, offer = self._line.rings, BEHIND
+        if wait_s <= 0 or not self._line.is_served:
+            offer = await self._offer(self._fleet.member(member_id), free_samples)
         if offer.exhausted:
             self._line.found_nothing(rings)
         while not offer.leases and not self._closing and not self._fleet.member(member_id).draining:
             left_s = deadline - time.monotonic()
-            if left_s <= 0 or not await self._line.wait(member_id, rings, left_s):
+            if left_s <= 0 or not await self._line.wait(member_id, rings, left_s, free_samples):
                 break
             rings, exhausted = self._line.rings, False
             try:
@@ -198,6 +198,13 @@ class Queue:
             return Offer([], reason)
         if self._line.is_empty:
             return EMPTY
+        async with self._line.turn(member.id, free_samples) as share:
+            offer = await self._claimed(job, member, free_samples, share)
+            if offer.leases:
+                self._line.served(member.id)
+            return offer
+
+    async def _claimed(self, job: RunningJob, member: Member, free_samples: int, share: float) -> Offer:
         leases: list[work_pb2.Lease] = []
         exhausted = True
         for purpose in job.terms.purposes:
@@ -210,14 +217,14 @@ class Queue:
                 count = 1
             exhausted = exhausted and count > 0
             prompts = self._prompts(job.weights.job_id, purpose)
-            claims = await prompts.lease(member.id, count, job.weights.lineage)
+            claims = await prompts.lease(member.id, count, job.weights.lineage, share)
             if claims is None:
                 return Offer(leases, f"{member.id} works on a prompt that other replicas died with, and on no other")
             for claim in claims:
                 lease = claim.row.lease
                 lease.ref.CopyFrom(claim.ref.message(job.weights.job_id))
                 lease.expires_s = job.terms.lease_s
-                lease.parts.extend(job.usable(_assembled(claim), purpose))
+                lease.parts.extend(job.usable(claim.sampled(), purpose))
                 _record_queue(job.weights.job_id, lease)
                 leases.append(lease)
                 free_samples -= samples
@@ -381,14 +388,6 @@ def _record_queue(job_id: JobId, lease: work_pb2.Lease) -> None:
     root = TraceContext.parse(lease.traceparent, job_id=job_id, group=lease.prompt_id)
     if lease.issued_s:
         RECORDER.past(SpanKind.QUEUE, root, lease.issued_s, time.time(), figures={"claim": float(lease.ref.fence)})
-
-
-def _assembled(claim: Claim) -> list[work_pb2.Part]:
-    try:
-        return assembled(work_pb2.LeaseParts.FromString(claim.parts).parts)
-    except DecodeError as error:  # of a replica that sent something else
-        log.warning("parts of a lease cannot be read", prompt=claim.row.prompt_id, error=str(error))
-        return []
 
 
 def _by_purpose(leases: Sequence[LeaseRef]) -> dict[Purpose, list[LeaseRef]]:

@@ -2,7 +2,7 @@
 -- None if the job has another lineage by now: the member's weights are not valid then.
 -- A prompt with which several members died is leased alone: if another one dies, it was this prompt.
 -- KEYS: base, job, the bases of all ledgers of the job. ARGV: member, count, lineage, bytes of parts after which no more
--- prompts with parts are claimed.
+-- prompts with parts are claimed, the share of the queued prompts that the member may have.
 -- Answers {entry, fence, fields of the prompt's row, parts of earlier holders} for each; 'held back' while the member has such a prompt.
 local base, member, count = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local queue, leases, bytes = base .. ':queue', {}, 0
@@ -26,6 +26,8 @@ local function holds_suspect()
 end
 
 if holds_suspect() then return 'held back' end
+local queued = tonumber(redis.call('HGET', base .. ':counts', 'queued') or '0') - redis.call('ZCARD', base .. ':waiting')
+count = math.min(count, math.max(1, math.ceil(queued * tonumber(ARGV[5]) - 1e-9)))
 
 local function claim(entry, fields)
   local prompt = prompt_of(fields)

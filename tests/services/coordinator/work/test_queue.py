@@ -121,9 +121,9 @@ def test_an_empty_queue_is_asked_for_once_by_all_members(redis_url: str, monkeyp
     asked: list[str] = []
     lease = prompts.Prompts.lease
 
-    async def counted(self: prompts.Prompts, member: MemberId, count: int, lineage: int) -> list[prompts.Claim]:
+    async def counted(self: prompts.Prompts, member: MemberId, *arguments: Any) -> list[prompts.Claim] | None:
         asked.append(member)
-        return await lease(self, member, count, lineage)
+        return await lease(self, member, *arguments)
 
     async def scenario(desk: Desk) -> None:
         names = [f"rollout-{n}" for n in range(5)]
@@ -202,6 +202,55 @@ def test_whoever_waits_is_woken_by_new_prompts_and_by_new_weights(redis_url: str
         await desk.fleet.hold(weights(0), member)
         desk.fleet.bell.ring()
         assert await asyncio.wait_for(waiting, 10.0) == ["0-1"]
+
+    at_the_desk(redis_url, scenario)
+
+
+@pytest.mark.parametrize(
+    ("free", "prompts", "taken"),
+    [
+        ([16, 16, 16], 6, [2, 2, 2]),
+        ([16, 16, 16], 4, [2, 1, 1]),
+        ([4, 12], 4, [1, 3]),
+        ([4, 16], 1, [0, 1]),
+        ([16, 16], 40, [4, 4]),
+        ([16] * 20, 40, [2] * 20),
+    ],
+)
+def test_replicas_that_wait_share_the_prompts_by_their_free_slots(
+    redis_url: str, free: list[int], prompts: int, taken: list[int]
+) -> None:
+    """Each asks again at once for what it has left, as a replica does. Nothing that fits stays in the queue."""
+
+    async def scenario(desk: Desk) -> None:
+        members = [await desk.member(f"rollout-{number}", number + 1) for number in range(len(free))]
+        got = [0] * len(free)
+
+        async def pull(number: int) -> None:
+            while (left := free[number] - 4 * got[number]) > 0:
+                leases, _ = await desk.queue.lease(members[number].id, left, 60.0)
+                got[number] += len(leases)
+
+        pulling = [asyncio.create_task(pull(number)) for number in range(len(free))]
+        await until(lambda: asyncio.sleep(0, len(desk.queue._line._free)), lambda waiting: waiting == len(free))
+        await desk.issue(prompts)
+        await until(lambda: asyncio.sleep(0, sum(got)), lambda all_of_them: all_of_them == sum(taken))
+        assert sorted(got) == sorted(taken) and (free[0] == free[-1] or got == taken)
+        for task in pulling:
+            task.cancel()
+        await asyncio.gather(*pulling, return_exceptions=True)
+        assert not desk.queue._line._free and not desk.queue._line._claiming
+
+    at_the_desk(redis_url, scenario)
+
+
+def test_a_member_that_no_longer_waits_has_no_share(redis_url: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.member()
+        await desk.member("rollout-b", 2)
+        assert await desk.lease(16, wait_s=0.05, name="rollout-b") == []
+        await desk.issue(4)
+        assert await desk.lease(16) == ["0-0", "0-1", "0-2", "0-3"]
 
     at_the_desk(redis_url, scenario)
 
