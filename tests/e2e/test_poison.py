@@ -17,10 +17,9 @@ from tests.e2e.conftest import finished, until, vowels_job
 from tests.models import byte_tokenizer, save_tiny_model, tiny_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
-WITHIN_S = 60.0
-"""A poisoned job has failed after so long."""
-NEXT_S = 10.0
-"""The job behind it runs so long after that."""
+LATEST_S = 120.0
+"""Bound of each wait. On two quiet cores a poisoned job has failed within 60 s, and the job behind it runs within 10 s
+after that: each case prints its seconds."""
 
 EXITS = "import os, sys\nprint('no licence found', file=sys.stderr, flush=True)\nos._exit(7)\n"
 CRASHES = "import ctypes\nctypes.string_at(0)\n"
@@ -146,9 +145,9 @@ def test_a_poisoned_job_ends_only_itself(poison: Poison, with_transformers, clie
     began, pids = time.monotonic(), with_transformers.pids()
 
     first, behind = client.submit(poisoned), client.submit(healthy)
-    failed = client.wait(first.id, WITHIN_S)
+    failed = client.wait(first.id, LATEST_S)
     failed_s = time.monotonic() - began
-    until("the job behind it runs", lambda: client.job(behind.id).state not in ("queued", "starting"), NEXT_S)
+    until("the job behind it runs", lambda: client.job(behind.id).state not in ("queued", "starting"), LATEST_S)
     next_s = time.monotonic() - began - failed_s
     finished(client, behind.id)
     print(f"{poison.name}: failed after {failed_s:.1f} s, the next ran {next_s:.1f} s later: {failed.failure}")

@@ -37,7 +37,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("faults")
     with running(folder / "coordinator") as coordinator:
         # However busy the machine; how long it took is printed at the end.
-        everything = Whole(folder, coordinator, deadline_s=5.0, latest_s=60.0)
+        everything = Whole(folder, coordinator, deadline_s=5.0, latest_s=120.0)
         try:
             job = vowels_job(folder, save_tiny_model(folder / "model", tied=True))
             job["rollout"]["engine_options"] = {"max_num_seqs": 8}
