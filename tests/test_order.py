@@ -40,7 +40,7 @@ ORDER = {
         process
         standby
         rest
-        jobs
+        jobs scaling
         servicers stages
         publication work
         fleet observe redis_server

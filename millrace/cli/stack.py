@@ -12,6 +12,7 @@ from millrace.local.lock import is_running
 from millrace.local.options import StackOptions, pythons
 from millrace.local.ports import free_port
 from millrace.local.scale import scale as ask_for
+from millrace.local.scale import told
 from millrace.local.watchdog import watchdog
 
 MOST_REPLICAS = 64
@@ -19,7 +20,10 @@ MOST_REPLICAS = 64
 
 def up(
     context: typer.Context,
-    replicas: Annotated[int, typer.Option(help="Number of rollout replicas.", min=0, max=MOST_REPLICAS)] = 1,
+    replicas: Annotated[
+        str,
+        typer.Option(help="Rollout replicas; MIN:MAX: the coordinator scales them.", metavar="N or MIN:MAX"),
+    ] = "1",
     ranks: Annotated[int, typer.Option(help="Number of trainer ranks.", min=1, max=64)] = 1,
     engine: Annotated[
         str, typer.Option(help=f"Of the replicas: {', '.join(ENGINE_NAMES)}; or several with commas.")
@@ -53,17 +57,22 @@ def up(
     process behind; a second Ctrl-C does not wait. If a stack runs on STATE already, --replicas changes the number of
     its replicas, as `millrace scale` does.
     """
+    number, between = _number(replicas)
     if is_running(state):
         sources = {name: context.get_parameter_source(name) for name in context.params}
         given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-        _change_running(state, replicas, given)
+        if between:
+            what = f"another stack runs on the state folder {state}."
+            raise InvalidState(what, "stop it, then start it with --replicas MIN:MAX.")
+        _change_running(state, number, given)
         return
     from millrace.wire.address import require_protection  # imports gRPC
 
     require_protection(http_host, insecure=insecure)
     options = StackOptions(
         state=str(state.resolve()),
-        replicas=replicas,
+        replicas=number,
+        autoscale=between,
         ranks=ranks,
         engine=engine,
         pythons=pythons(python or []),
@@ -87,10 +96,23 @@ def scale(
     A new replica gets the weights from a sibling. One that is superfluous finishes the leases that it has and leaves;
     those with the highest numbers go. Each GPU has one replica, unless the stack was started with --share-gpus.
     """
+    if is_running(state) and (between := told(state).get("autoscale")):
+        what = f"the stack on {state} scales its replicas itself, between {between}."
+        raise InvalidState(what, f"stop it, and start it with --replicas {replicas}.")
     changed = ask_for(state.resolve(), replicas)
     typer.echo(
         f"{', '.join(changed)}: start or drain; `millrace fleet` shows them." if changed else "nothing to change."
     )
+
+
+def _number(replicas: str) -> tuple[int, str]:
+    """The number of replicas at the start, and MIN:MAX if they are scaled. Raises InvalidState."""
+    parts = replicas.split(":")
+    numbers = [int(each) if each.isascii() and each.isdigit() else -1 for each in parts]
+    if len(parts) > 2 or sorted(numbers) != numbers or not 0 <= numbers[0] <= numbers[-1] <= MOST_REPLICAS:
+        what = f"--replicas: {replicas!r} is neither a number nor MIN:MAX."
+        raise InvalidState(what, f"write numbers from 0 to {MOST_REPLICAS}, the first one at most the second.")
+    return numbers[0], replicas if len(parts) == 2 else ""
 
 
 def _change_running(state: Path, replicas: int, given: list[str]) -> None:

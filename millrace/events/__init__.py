@@ -34,6 +34,8 @@ from millrace.events.members import (
     MemberJoined,
     MemberJoining,
     MemberOut,
+    ReplicasScaled,
+    ScalingReason,
     TrainerConfigured,
     TrainerConfiguring,
     TrainerLost,
@@ -89,7 +91,9 @@ __all__ = [
     "PublicationFailed",
     "PublicationPhase",
     "PublishedContent",
+    "ReplicasScaled",
     "ReportFailed",
+    "ScalingReason",
     "Source",
     "StepDone",
     "StopCause",
@@ -126,6 +130,7 @@ Payload = (
     | MemberJoining
     | MemberOut
     | MemberDied
+    | ReplicasScaled
     | PromptDropped
     | LeaseExpired
     | GroupStale

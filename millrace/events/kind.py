@@ -21,6 +21,7 @@ class EventKind(StrEnum):
     MEMBER_JOINING = "member.joining"
     MEMBER_OUT = "member.out"
     MEMBER_DIED = "member.died"
+    REPLICAS_SCALED = "replicas.scaled"
     PROMPT_DROPPED = "prompt.dropped"
     LEASE_EXPIRED = "lease.expired"
     GROUP_STALE = "group.stale"

@@ -1,6 +1,7 @@
 """Payloads: how the trainer and the replicas come, work and leave."""
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Literal
 
 from pydantic import Field
@@ -101,3 +102,35 @@ class MemberDied(EventData):
     deaths: int | None = Field(
         None, description="Replicas: deaths in a row at its address, with no completed group in between."
     )
+
+
+class ScalingReason(StrEnum):
+    """Why another number of replicas is wanted."""
+
+    TRAINER_WAITS = "trainer_waits"
+    """The trainer waits for groups, and more replicas would generate them sooner."""
+    REPLICAS_IDLE = "replicas_idle"
+    """Fewer replicas keep the trainer fed."""
+    NO_GAIN = "no_gain"
+    """The last increase did not make steps faster and is taken back."""
+    WORK = "work"
+    """A job needs a replica, and none is wanted."""
+    NO_WORK = "no_work"
+    """No job has needed replicas for a while."""
+    BUDGET = "budget"
+    """So many replicas cost more than the budget."""
+    LIMITS = "limits"
+    """Somebody changed the limits."""
+
+
+class ReplicasScaled(EventData):
+    """Autoscaling wants another number of replicas."""
+
+    kind: Literal[EventKind.REPLICAS_SCALED] = EventKind.REPLICAS_SCALED
+    pool: str = Field("rollout", description="The pool whose replicas these are.")
+    before: int = Field(description="Replicas that were wanted so far.")
+    wanted: int = Field(description="Replicas that are wanted from now on.")
+    reason: ScalingReason
+    ready: int = Field(description="Replicas that serve.")
+    trainer_waits: float = Field(description="Share of the time in which the trainer waited for groups, 0 to 1.")
+    replicas_busy: float = Field(description="Share of the time in which a replica generated, on average, 0 to 1.")

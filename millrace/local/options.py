@@ -19,6 +19,8 @@ class StackOptions:
     state: str
     """Folder for Redis' data, logs and what the coordinator keeps; a stack started on it again goes on from there."""
     replicas: int = 1
+    autoscale: str = ""
+    """MIN:MAX, if the coordinator scales the replicas; `replicas` is then the number at the start."""
     ranks: int = 1
     engine: str = "vllm"
     """Engine of the replicas; of several, `vllm,sglang`, each replica takes the next."""
@@ -96,6 +98,7 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
     ports = ("--http-port", str(options.http_port), "--grpc-port", str(options.grpc_port))
     state = ("--http-host", options.http_host, "--state-dir", str(options.folder / "coordinator"))
     secure = ("--insecure",) if options.insecure else ()
+    scaled = ("--autoscale", options.autoscale) if options.autoscale else ()
     environment = {**LOCAL, "MILLRACE_STACK_STATE": str(options.folder.absolute()), **options.environment}
     wanted = [options.ranks, *[options.gpus_per_replica] * options.replicas]
     trained_on, *generated_on = share_out(devices, wanted, shared=options.share_gpus)
@@ -109,7 +112,7 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
     return [
         Service(
             "coordinator",
-            (python, "-m", "services.coordinator", *ports, *state, *secure),
+            (python, "-m", "services.coordinator", *ports, *state, *secure, *scaled),
             environment,
             vital=True,
             grace_s=15.0,

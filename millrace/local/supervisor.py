@@ -346,6 +346,7 @@ class Supervisor:
             "watchdog": os.getppid(),
             "supervisor": os.getpid(),
             "replicas": self.options.replicas,
+            "autoscale": self.options.autoscale,
             "scale": self.scaled,
             "processes": {name: process.pid for name, process in self.running.items()},
         }

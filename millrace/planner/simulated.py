@@ -8,9 +8,9 @@ from millrace.planner.replica import Replica
 from millrace.planner.trainer.layout import Cause, total
 from millrace.planner.trainer.times import TrainingTimes
 from millrace.planner.workload import Workload
-from millrace.simulation.job import reduced, simulate
+from millrace.simulation.job import simulate
 from millrace.simulation.outcome import Outcome
-from millrace.simulation.setting import Cycled, Setting, TrainerRate
+from millrace.simulation.setting import Cycled, Setting, TrainerRate, reduced
 
 MOST_ANSWERS = 1024
 """Answers of a step that are simulated."""

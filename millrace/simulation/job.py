@@ -8,7 +8,7 @@ import heapq
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from itertools import chain
@@ -43,23 +43,6 @@ class Counts:
     lost_tokens: float = 0.0
 
 
-def reduced(setting: Setting, most_answers: int) -> Setting:
-    """A job whose steps take about as long and have at most about so many answers: it has fewer replicas, or answers
-    each of which stands for several."""
-    times = setting.prompts * setting.samples / most_answers
-    if times <= 1:
-        return setting
-    replicas = max(1, round(setting.replicas / times))
-    prompts = max(1, round(setting.prompts / times))
-    share = prompts / setting.prompts
-    weight = setting.weight * (replicas / setting.replicas) / share
-    trainer = replace(setting.trainer, token_s=setting.trainer.token_s / (share * weight / setting.weight))
-    carried = round(setting.carried_prompts * share)
-    return replace(
-        setting, prompts=prompts, replicas=replicas, weight=weight, trainer=trainer, carried_prompts=carried, faults=()
-    )
-
-
 def simulate(setting: Setting, steps: int = 8, warm: int | None = None) -> Outcome:
     """The outcome of `steps` steps, after `warm` others. Raises InvalidState for a job that cannot go on."""
     left_out = WARM_STEPS + setting.max_staleness if warm is None else warm
@@ -79,6 +62,7 @@ class Simulation:
         self._engines = [Engine(setting, 0.0, 0) for _ in range(setting.replicas)]
         self._joined = list(self._engines)
         """All replicas that ever joined."""
+        self._draining: set[Engine] = set()
         self._busy_before: dict[Engine, float] = {}
         self._issued = self._trained = self._in_flight = self._dropped = self._orders = 0
         self._again: deque[Group] = deque()
@@ -97,11 +81,18 @@ class Simulation:
 
     def run(self, steps: int) -> list[Step]:
         """Simulates until so many steps are published. Raises InvalidState."""
+        return self._run(lambda: len(self.steps) >= steps)
+
+    def run_until(self, time_s: float) -> list[Step]:
+        """Simulates so many seconds. Raises InvalidState."""
+        return self._run(lambda: self.now >= time_s)
+
+    def _run(self, done: Callable[[], bool]) -> list[Step]:
         for fault in self.setting.faults:
-            self._at(fault.time_s, partial(self._strike, fault))
+            self._at(fault.time_s, partial(self.strike, fault))
         self._issue()
         self._look()
-        while len(self.steps) < steps:
+        while not done():
             if not self._events:
                 what = f"the simulated job stops in step {len(self.steps) + 1}: nobody has anything left to do."
                 raise InvalidState(what, "let a replica join, or give the trainer and the replicas other faults.")
@@ -177,7 +168,8 @@ class Simulation:
     def _lease(self) -> None:
         if self._phase is Phase.AWAY and not self.setting.lease_while_away:
             return
-        free = [(engine.load, place) for place, engine in enumerate(self._engines)]
+        taking = [(place, engine) for place, engine in enumerate(self._engines) if engine not in self._draining]
+        free = [(engine.load, place) for place, engine in taking]
         heapq.heapify(free)
         touched: dict[Engine, None] = {}
         while self._queue and free and free[0][0] * self.setting.weight < self.setting.slots:
@@ -199,6 +191,9 @@ class Simulation:
             if not answer.group.left:
                 self._at(self.now + self.setting.score_s, partial(self._complete, answer.group))
         engine.start()
+        if engine in self._draining and not engine.load:
+            self._engines.remove(engine)
+            self._draining.discard(engine)
         end_s = engine.next_end()
         self._at(end_s, partial(self._on_end, engine, engine.stamp))
 
@@ -261,7 +256,7 @@ class Simulation:
     def _commit(self, turn: int) -> None:
         if turn != self._turn:
             return
-        for engine in self._engines:
+        for engine in list(self._engines):  # one that drains may leave
             engine.advance(self.now)
             engine.commit(self.version + 1)
             self._move(engine)
@@ -292,13 +287,19 @@ class Simulation:
 
     # Faults.
 
-    def _strike(self, fault: Fault) -> None:
+    def strike(self, fault: Fault) -> None:
+        """Lets a fault happen now."""
         if fault.kind is FaultKind.JOIN:
             engine = Engine(self.setting, self.now, self.version)
             self._engines.append(engine)
             self._joined.append(engine)
         elif fault.kind is FaultKind.DIE:
             self._lose(self._joined[fault.replica], fault.seconds)
+        elif fault.kind is FaultKind.DRAIN:
+            engine = self._joined[fault.replica]
+            if engine in self._engines:
+                self._draining.add(engine)
+                self._move(engine)
         else:
             self._leave(fault.seconds)
         self._look()
@@ -308,6 +309,7 @@ class Simulation:
             return
         engine.advance(self.now)
         self._engines.remove(engine)
+        self._draining.discard(engine)
         engine.stamp += 1
         groups = engine.stop()
         self._at(self.now + seconds, partial(self._queue_again, groups))

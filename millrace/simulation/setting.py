@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -122,6 +122,8 @@ class TooStale(StrEnum):
 class FaultKind(StrEnum):
     DIE = "die"
     """A replica is lost with what it holds; its prompts are issued again after `seconds`."""
+    DRAIN = "drain"
+    """A replica takes no new prompts, finishes what it holds, and leaves."""
     JOIN = "join"
     """A replica joins."""
     RESTART_TRAINER = "restart_trainer"
@@ -133,7 +135,7 @@ class Fault:
     time_s: float
     kind: FaultKind
     replica: int = 0
-    """The replica that dies, in the order in which they joined."""
+    """The replica that dies or drains, in the order in which they joined."""
     seconds: float = 0.0
 
 
@@ -181,3 +183,20 @@ class Setting:
     lease_while_away: bool = False
     """Whether replicas begin prompts while the trainer is away."""
     faults: Sequence[Fault] = field(default_factory=tuple)
+
+
+def reduced(setting: Setting, most_answers: int) -> Setting:
+    """A job whose steps take about as long and have at most about so many answers: it has fewer replicas, or answers
+    each of which stands for several."""
+    times = setting.prompts * setting.samples / most_answers
+    if times <= 1:
+        return setting
+    replicas = max(1, round(setting.replicas / times))
+    prompts = max(1, round(setting.prompts / times))
+    share = prompts / setting.prompts
+    weight = setting.weight * (replicas / setting.replicas) / share
+    trainer = replace(setting.trainer, token_s=setting.trainer.token_s / (share * weight / setting.weight))
+    carried = round(setting.carried_prompts * share)
+    return replace(
+        setting, prompts=prompts, replicas=replicas, weight=weight, trainer=trainer, carried_prompts=carried, faults=()
+    )

@@ -1,6 +1,7 @@
 """`python -m services.coordinator`: REST for people, gRPC for the fleet, all state in Redis."""
 
 import asyncio
+import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,8 @@ from services.coordinator.state.member import Patience
 
 if TYPE_CHECKING:
     from services.coordinator.process import Settings
+    from services.coordinator.scaling.autoscaler import Scaling
+    from services.coordinator.scaling.scalers import Scaler
 
 app = typer.Typer(pretty_exceptions_enable=False)
 KEPT_JOBS = 1000
@@ -63,23 +66,51 @@ def main(
             max=1_000_000,
         ),
     ] = KEPT_JOBS,
+    autoscale: Annotated[
+        str, typer.Option(envvar="MILLRACE_AUTOSCALE", metavar="MIN:MAX", help="Scales the replicas; empty: does not.")
+    ] = "",
+    scaler: Annotated[
+        str,
+        typer.Option(
+            envvar="MILLRACE_SCALER",
+            help="What starts and stops replicas: local, or none, if others read the metric.",
+        ),
+    ] = "local",
+    replica_price: Annotated[
+        float, typer.Option(envvar="MILLRACE_REPLICA_PRICE", help="Of one replica and hour.", min=0)
+    ] = 0.0,
+    replica_budget: Annotated[
+        float, typer.Option(envvar="MILLRACE_REPLICA_BUDGET", help="Of all replicas and hour; 0: no limit.", min=0)
+    ] = 0.0,
+    scale_up_s: Annotated[
+        float,
+        typer.Option(envvar="MILLRACE_SCALE_UP_S", help="Least seconds between a change and more replicas.", min=1),
+    ] = 30.0,
+    scale_down_s: Annotated[
+        float,
+        typer.Option(envvar="MILLRACE_SCALE_DOWN_S", help="Least seconds between a change and fewer replicas.", min=1),
+    ] = 300.0,
     version: VersionOption = False,
 ) -> None:
     """Starts the coordinator. SIGTERM and SIGINT stop it; jobs continue when it is started again."""
     from services.coordinator.process import Settings  # what it imports takes a second
 
-    settings = Settings(
-        http_host,
-        http_port,
-        grpc_host,
-        grpc_port,
-        state_dir.expanduser(),
-        redis_url,
-        Patience(heartbeat_s, lost_after_s),
-        keep_jobs,
-        lease_s,
-    )
     try:
+        scaled = None
+        if autoscale:
+            scaled = _scaling(*(autoscale, replica_price, replica_budget, scale_up_s, scale_down_s, scaler))
+        settings = Settings(
+            http_host,
+            http_port,
+            grpc_host,
+            grpc_port,
+            state_dir.expanduser(),
+            redis_url,
+            Patience(heartbeat_s, lost_after_s),
+            keep_jobs,
+            lease_s,
+            scaled,
+        )
         logs.configure("coordinator")
         export.configure("coordinator")
         require_protection(http_host, grpc_host, insecure=insecure)
@@ -89,6 +120,18 @@ def main(
     except MillraceError as error:
         typer.echo(f"coordinator: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _scaling(
+    between: str, price: float, budget: float, up_s: float, down_s: float, kind: str
+) -> "tuple[Scaler, Scaling]":
+    """What scales the replicas, and how. Raises MillraceError."""
+    from services.coordinator.scaling.autoscaler import Scaling, limits
+    from services.coordinator.scaling.decision import Pace
+    from services.coordinator.scaling.scalers import scaler
+
+    rules = Scaling(limits(between, price, budget), Pace(up_s=up_s, down_s=down_s))
+    return scaler(kind, os.environ.get("MILLRACE_STACK_STATE", "")), rules
 
 
 async def _until_signalled(settings: "Settings") -> None:

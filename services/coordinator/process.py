@@ -29,6 +29,8 @@ from services.coordinator.observe.span_store import SpanStore
 from services.coordinator.publication.publisher import Publisher
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.rest.app import application
+from services.coordinator.scaling.autoscaler import Autoscaler, Scaling
+from services.coordinator.scaling.scalers import Scaler
 from services.coordinator.servicers import FleetServicer, WorkServicer, servicers
 from services.coordinator.stages.run import Components
 from services.coordinator.standby import Standby, bound
@@ -58,6 +60,8 @@ class Settings:
     """Jobs that have ended and are kept."""
     lease_s: float = 3.0
     """How long a coordinator leads after it was heard by Redis last."""
+    autoscale: tuple[Scaler, Scaling] | None = None
+    """What starts and stops the replicas of `rollout`, and by what rules; None: they are not scaled."""
 
 
 class Coordinator:
@@ -143,7 +147,8 @@ class Coordinator:
             old_jobs,
             spans.run(),
         )
-        work = [asyncio.create_task(work) for work in (*watches, Runner(components).run())]
+        scaled = [Autoscaler(components, *self._settings.autoscale).run()] if self._settings.autoscale else []
+        work = [asyncio.create_task(work) for work in (*watches, *scaled, Runner(components).run())]
         if self._redis is not None:
             work.append(asyncio.create_task(self._redis.watch()))
         serving = asyncio.create_task(rest.serve(sockets=[http.dup()]))

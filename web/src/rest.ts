@@ -88,11 +88,11 @@ export interface Event {
   id: string;
   time_s: number;
   message: string;
-  data: JobMoved | JobWaiting | JobRewound | JobStopping | DataOpened | TrainerConfiguring | TrainerConfigured | TrainerLost | TrainerOutOfMemory | MemberJoined | MemberConfigured | MemberFailed | MemberJoining | MemberOut | MemberDied | PromptDropped | LeaseExpired | GroupStale | GroupDropped | StepDone | TrainingWarning | PublicationDone | PublicationFailed | EvaluationDone | CheckpointSaved | CheckpointBest | CheckpointFailed | TrackerFailed | ReportFailed | OtherRelease;
+  data: JobMoved | JobWaiting | JobRewound | JobStopping | DataOpened | TrainerConfiguring | TrainerConfigured | TrainerLost | TrainerOutOfMemory | MemberJoined | MemberConfigured | MemberFailed | MemberJoining | MemberOut | MemberDied | ReplicasScaled | PromptDropped | LeaseExpired | GroupStale | GroupDropped | StepDone | TrainingWarning | PublicationDone | PublicationFailed | EvaluationDone | CheckpointSaved | CheckpointBest | CheckpointFailed | TrackerFailed | ReportFailed | OtherRelease;
   kind: EventKind | string;
 }
 
-export type EventKind = "job.state" | "job.waiting" | "job.rewound" | "job.stopping" | "data.opened" | "trainer.configuring" | "trainer.configured" | "trainer.lost" | "trainer.out_of_memory" | "member.joined" | "member.configured" | "member.failed" | "member.joining" | "member.out" | "member.died" | "prompt.dropped" | "lease.expired" | "group.stale" | "group.dropped" | "step.done" | "training.warning" | "publication.done" | "publication.failed" | "evaluation.done" | "checkpoint.saved" | "checkpoint.best" | "checkpoint.failed" | "tracker.failed" | "report.failed";
+export type EventKind = "job.state" | "job.waiting" | "job.rewound" | "job.stopping" | "data.opened" | "trainer.configuring" | "trainer.configured" | "trainer.lost" | "trainer.out_of_memory" | "member.joined" | "member.configured" | "member.failed" | "member.joining" | "member.out" | "member.died" | "replicas.scaled" | "prompt.dropped" | "lease.expired" | "group.stale" | "group.dropped" | "step.done" | "training.warning" | "publication.done" | "publication.failed" | "evaluation.done" | "checkpoint.saved" | "checkpoint.best" | "checkpoint.failed" | "tracker.failed" | "report.failed";
 
 /** A number that speaks for a finding. */
 export interface FigureView {
@@ -524,6 +524,18 @@ export interface PublicationFailed {
   culprits: string[];
 }
 
+/** Autoscaling wants another number of replicas. */
+export interface ReplicasScaled {
+  kind: "replicas.scaled";
+  pool: string;
+  before: number;
+  wanted: number;
+  reason: ScalingReason;
+  ready: number;
+  trainer_waits: number;
+  replicas_busy: number;
+}
+
 /** The job's report could not be written. */
 export interface ReportFailed {
   kind: "report.failed";
@@ -553,6 +565,9 @@ export interface SampleView {
   metadata: Record<string, unknown>;
   advantage: number | null;
 }
+
+/** Why another number of replicas is wanted. */
+export type ScalingReason = "trainer_waits" | "replicas_idle" | "no_gain" | "work" | "no_work" | "budget" | "limits";
 
 /** Curves of step metrics. A point stands for one step, or for several steps in a row. */
 export interface SeriesView {

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from millrace.errors import InvalidState
 from millrace.rest.diagnosis import REPLICAS, ForecastView
 from millrace.simulation.fitting import Request, fitted_rate
-from millrace.simulation.job import reduced, simulate
-from millrace.simulation.setting import Drawn, MeasuredRate, Setting, StalenessOf, TooStale, TrainerRate
+from millrace.simulation.job import simulate
+from millrace.simulation.setting import Drawn, MeasuredRate, Setting, StalenessOf, TooStale, TrainerRate, reduced
 from millrace.spec.job import JobSpec
 from millrace.spec.passes import needs_whole_batch
 

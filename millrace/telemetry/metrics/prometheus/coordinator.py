@@ -141,6 +141,19 @@ MEMBER_TOKENS_PER_S = PrometheusMetric(
     "Tokens that a member generates or trains, a second.",
     ("member",),
 )
+REPLICAS_WANTED = PrometheusMetric(
+    Gauge, "millrace_replicas_wanted", Unit.COUNT, "Replicas that autoscaling wants. Absent without it.", ("pool",)
+)
+REPLICAS_READY = PrometheusMetric(
+    Gauge, "millrace_replicas_ready", Unit.COUNT, "Replicas that serve, as autoscaling sees them.", ("pool",)
+)
+SCALINGS = PrometheusMetric(
+    Counter,
+    "millrace_scalings_total",
+    Unit.COUNT,
+    "Decisions for another number of replicas, by reason.",
+    ("pool", "reason"),
+)
 
 # What goes wrong, and how far a job is.
 EVENTS = PrometheusMetric(
