@@ -114,7 +114,7 @@ class Control:
         asked = with_output(parse(tree), job_id)
         folder = await asyncio.to_thread(os.path.realpath, asked.output)
         new = not await self._store.jobs.knows(idempotency_key)
-        used = await self._used(asked.output, folder) if new else []
+        used = await self._used(asked.output, folder, user) if new else []
         spec = await asyncio.to_thread(_checked, asked, used)
         job = JobRecord(
             id=job_id,
@@ -128,7 +128,9 @@ class Control:
             user=user,
         )
         async with self._admitting:
-            if not await self._store.jobs.knows(idempotency_key) and (used := await self._used(spec.output, folder)):
+            if not await self._store.jobs.knows(idempotency_key) and (
+                used := await self._used(spec.output, folder, user)
+            ):
                 raise InvalidJob.of(used)
             job_id, new = await self._store.jobs.create(job, idempotency_key, _digest(tree))
         if new:
@@ -137,10 +139,10 @@ class Control:
             self._bell.ring()
         return await self._store.jobs.get(job_id), new
 
-    async def _used(self, output: str, folder: str) -> list[Mistake]:
+    async def _used(self, output: str, folder: str, user: str) -> list[Mistake]:
         """Why the output folder is not free."""
         users = await self._store.index.with_output(folder)
-        return await asyncio.to_thread(lambda: list(_output_mistakes(output, users)))
+        return await asyncio.to_thread(lambda: list(_output_mistakes(output, users, user)))
 
     async def _tell_queue(self, job: JobRecord) -> None:
         """Adds an event where the job's turn comes after that of another one."""
@@ -251,15 +253,26 @@ def _digest(tree: Any) -> str:
     return hashlib.sha256(parse(tree).model_dump_json().encode()).hexdigest()
 
 
-def _output_mistakes(output: str, users: Sequence[JobRecord]) -> Iterator[Mistake]:
-    """One where one of the `users`, the jobs with this output, writes there, or left checkpoints there."""
+def _named(job: JobRecord, user: str) -> str:
+    """The id of the job, for its user, the fleet and callers without a user; other users learn no id."""
+    return job.id if user in ("", FLEET, job.user) else "a job of another user"
+
+
+def _writes(job: JobRecord, user: str) -> str:
+    """Says to `user` that the job, which has not ended, writes to its output."""
+    return f"{job.id} is {job.state} and writes" if (named := _named(job, user)) == job.id else f"{named} writes"
+
+
+def _output_mistakes(output: str, users: Sequence[JobRecord], user: str) -> Iterator[Mistake]:
+    """One where one of the `users`, the jobs with this output, writes there, or left checkpoints there. `user` reads
+    it."""
     for job in users:
         if job.state not in ENDED:
-            reason = f"{job.id} is {job.state} and writes there"
+            reason = f"{_writes(job, user)} there"
             fix = "give another folder ({id} in its path makes one for each job)."
             yield wrong_value("output", output, reason, fix)
             return
-    resume = users and users[-1].state is not JobState.SUCCEEDED
+    resume = users and users[-1].state is not JobState.SUCCEEDED and _named(users[-1], user) == users[-1].id
     others = [f"continue {users[-1].name} with `millrace resume {users[-1].id}`"] if resume else []
     yield from left_checkpoints(output, others)
 
@@ -271,10 +284,11 @@ def _check_checkpoints(job: JobRecord, users: Sequence[JobRecord]) -> None:
         if other.id == job.id:
             continue
         if other.state not in ENDED:
-            what = f"{job.id} cannot be resumed: {other.id} is {other.state} and writes to its output, {job.output}."
+            what = f"{job.id} cannot be resumed: {_writes(other, job.user)} to its output, {job.output}."
             raise InvalidState(what, "submit a new job with another folder.")
         if other.checkpoint and Path(other.checkpoint).is_dir():
-            what = f"{job.id} cannot be resumed: the checkpoints in its output, {job.output}, are those of {other.id}."
+            owner = _named(other, job.user)
+            what = f"{job.id} cannot be resumed: the checkpoints in its output, {job.output}, are those of {owner}."
             raise InvalidState(what, "submit a new job with another folder.")
 
 

@@ -12,7 +12,7 @@ from millrace.drops import DropReason
 from millrace.errors import InvalidState
 from millrace.events import JobMoved
 from millrace.rest import JobState
-from services.coordinator.jobs.control import Control
+from services.coordinator.jobs.control import Control, _output_mistakes
 from services.coordinator.observe.events import Events
 from services.coordinator.stages.run import Cancelled, Run
 from services.coordinator.state.bell import Bell
@@ -209,3 +209,11 @@ def test_a_job_is_not_continued_over_the_checkpoints_of_another(redis_url: str, 
         assert (await desk.control.resume(JOB.id)).state is JobState.QUEUED
 
     at_the_desk(redis_url, scenario, JobState.FAILED)
+
+
+def test_the_owner_of_a_folder_is_named_to_its_owner_and_to_nobody_else() -> None:
+    running = replace(JOB, state=JobState.RUNNING, user="ann")
+    for user, named in (("ann", True), ("fleet", True), ("", True), ("bob", False)):
+        (mistake,) = _output_mistakes("/out/1", [running], user)
+        assert (JOB.id in str(mistake)) is named, mistake
+        assert ("a job of another user writes there" in str(mistake)) is not named
