@@ -1,6 +1,7 @@
-"""The containers as a user runs them: `docker-compose up`, a job over REST from the host, more replicas, a killed one.
+"""The containers as a user runs them: `docker compose up`, a job over REST from the host, more replicas, a killed one.
 
-Needs a Docker engine. The project's name, port and volumes are this test's own, and are removed at its end.
+Needs a Docker engine. With Compose v2 the job requires that rewards run in their sandboxes; Compose 1.29 does not read
+`deploy/sandbox.yml`. The project's name, port and volumes are this test's own, and are removed at its end.
 """
 
 import json
@@ -20,6 +21,8 @@ from millrace.local.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
+IS_V2 = not subprocess.run([*COMPOSE, "version", "--short"], capture_output=True, text=True).stdout.startswith("1.")
+FILES = ["deploy/docker-compose.yml", *(["deploy/sandbox.yml"] if IS_V2 else [])]
 STEPS = 40
 TOKEN = "the-token-of-this-test"
 
@@ -32,12 +35,13 @@ class Project:
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._environment = os.environ | {
-            "COMPOSE_FILE": "deploy/docker-compose.yml",
+            "COMPOSE_FILE": ":".join(FILES),
             "COMPOSE_PROFILES": "cpu",
             "COMPOSE_PROJECT_NAME": f"millrace-test-{port}",
             "MILLRACE_HTTP_PORT": str(port),
             "OMP_NUM_THREADS": "1",
             "MILLRACE_TOKEN": TOKEN,
+            "GRAFANA_PASSWORD": "the-password-of-this-test",
             "ENVIRONMENT_TOKEN": "the-token-of-the-environments",
             "ENVIRONMENT_PACKAGES": "openenv==0.4.1",
         }
@@ -91,6 +95,7 @@ def test_up_learn_scale_kill(project: Project) -> None:
     text = project.compose("run", "--rm", "--no-deps", "-T", "trainer", "cat", "/data/demo/job.json")
     spec = json.loads(text)
     spec["schedule"] |= {"steps": STEPS, "max_staleness": 1}
+    spec["reward"]["isolation"] = "required" if IS_V2 else "auto"
     job = client.submit(spec)
     until("three steps", lambda: client.job(job.id).step >= 3, 300)
 

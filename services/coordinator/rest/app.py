@@ -60,24 +60,18 @@ def application(components: Components, control: Control, views: JobViews, name:
     if not secret:
         names = (name, os.environ.get("MILLRACE_HOST", ""), socket.gethostname())
         allowed.append(Depends(callers.no_foreign_page(names)))
-    app.include_router(
-        jobs.routes(components.store, control, views, components.events), dependencies=allowed, responses=CALLERS
+    routers = (
+        jobs.routes(components.store, control, views, components.events),
+        timeline.routes(components.store, components.spans),
+        fleet.routes(components.fleet, components.queue),
+        reading.routes(),
+        users.routes(components.store.users, components.store.audit),
     )
-    app.include_router(timeline.routes(components.store, components.spans), dependencies=allowed, responses=CALLERS)
-    app.include_router(fleet.routes(components.fleet, components.queue), dependencies=allowed, responses=CALLERS)
-    app.include_router(reading.routes(), dependencies=allowed, responses=CALLERS)
-    app.include_router(
-        users.routes(components.store.users, components.store.audit), dependencies=allowed, responses=CALLERS
-    )
-    check_table(
-        {
-            (method, route.path)
-            for route in app.routes
-            if isinstance(route, APIRoute)
-            for method in route.methods
-            if route.path.startswith("/v1/")
-        }
-    )
+    for router in routers:
+        app.include_router(router, dependencies=allowed, responses=CALLERS)
+    # Newer releases of FastAPI do not list the endpoints of a router in `app.routes`.
+    app.state.endpoints = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    check_table({(method, route.path) for route in app.state.endpoints for method in route.methods})
     _operations(app, components)
     pages.add(app)
     pages.add_page(app)

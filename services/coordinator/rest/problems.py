@@ -145,7 +145,7 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
 def _methods(request: Request) -> set[str]:
     """The methods that the path of the request takes. The router itself looks at the first route of the path only."""
     found: set[str] = set()
-    for route in request.app.routes:
+    for route in (*request.app.state.endpoints, *request.app.routes):
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
             found |= route.methods or set()
     return found
