@@ -232,6 +232,16 @@ FLEET = Dashboard(
             "short",
             {"{{method}} {{code}}": f"sum by (method, code) (rate({FAILED_CALLS}{RATE})) > 0"},
         ),
+        Panel(
+            "Replicas that autoscaling wants, and that serve",
+            "short",
+            {"{{pool}}: wanted": "millrace_replicas_wanted", "{{pool}}: serve": "millrace_replicas_ready"},
+        ),
+        Panel(
+            "Decisions of autoscaling an hour",
+            "short",
+            {"{{pool}}: {{reason}}": "sum by (pool, reason) (increase(millrace_scalings_total[1h]))"},
+        ),
     ),
     {},
 )

@@ -24,8 +24,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from millrace.contracts.method import Request, Response, Streaming, Unary
 from millrace.errors import InvalidState, MillraceError, Unavailable, Untrusted
 from millrace.telemetry.spans.context import outgoing
+from millrace.wire.coordinators import addresses
 from millrace.wire.deadlines import DEADLINES_S
-from millrace.wire.reach import addresses
 from millrace.wire.status import answered, error_of
 from millrace.wire.tls import Identity, identity
 from millrace.wire.tls.faults import diagnose

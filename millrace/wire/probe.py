@@ -7,8 +7,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.wire.channel import open_channel
+from millrace.wire.coordinators import addresses
 from millrace.wire.deadlines import DEADLINES_S
-from millrace.wire.reach import addresses
 
 
 def serving(address: str) -> tuple[bool, str]:

@@ -10,8 +10,8 @@ from millrace.contracts.methods import FleetRpc
 from millrace.contracts.v1 import fleet_pb2, fleet_pb2_grpc
 from millrace.errors import Fenced, InvalidRequest, InvalidState, Unavailable
 from millrace.wire.channel import Peer
+from millrace.wire.coordinators import addresses
 from millrace.wire.deadlines import DEADLINES_S
-from millrace.wire.reach import addresses
 from millrace.wire.server import Server
 
 BEAT = fleet_pb2.HeartbeatRequest(member_id="rollout-1")
