@@ -36,6 +36,7 @@ from millrace.spec.model import Model
 from millrace.spec.trainer import ROLES
 from millrace.trackers import check_trackers
 from millrace.validation.mistakes import options as checked_options
+from millrace.validation.secrets import secret_of_job
 
 RUNS = "MILLRACE_RUNS"
 """Environment variable of the coordinator with the folder that `{runs}` stands for."""
@@ -261,6 +262,8 @@ def _rest(spec: JobSpec) -> Iterator[Mistake]:
     if (environment := spec.rollout.environment) is not None:
         yield from _attempt(check_environment, environment.name, environment.options, has_servers=bool(environment.mcp))
     yield from _attempt(check_trackers, spec.tracking.trackers)
+    if spec.tracking.api_key is not None:
+        yield from _attempt(secret_of_job, spec.tracking.api_key, "tracking.api_key")
     yield from _attempt(_output, Path(spec.output))
 
 

@@ -1,11 +1,13 @@
 """The job spec: one tree with everything that a user says about a job."""
 
 import re
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from millrace.spec.algorithm import Algorithm
+from millrace.spec.migrations import migrated
 from millrace.spec.model import Data, Evaluation, Model, Reward
 from millrace.spec.pool import Pool, PoolTask
 from millrace.spec.rollout import Rollout
@@ -58,6 +60,12 @@ class JobSpec(StrictModel):
     """How long each remote operation may take."""
     tracking: Tracking = Field(Tracking(), examples=[{"trackers": ["tensorboard"]}])
     """Which experiment trackers get the job's step metrics and samples."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_any_release(cls, tree: Any) -> Any:
+        """Reads specs of earlier releases too."""
+        return migrated(tree) if isinstance(tree, Mapping) else tree
 
     def pool(self, name: str) -> Pool | None:
         """The pool of that name; None where there is none."""

@@ -10,6 +10,7 @@ from pydantic import Field
 from millrace.rewards.term import Scope
 from millrace.validation import limits
 from millrace.validation.fields import StrictModel
+from millrace.validation.secrets import SecretReference
 
 Number = Annotated[float, Field(ge=-limits.LARGEST_NUMBER, le=limits.LARGEST_NUMBER)]
 NUMBER = r"(-?\d+(?:\.\d+)?)"
@@ -43,8 +44,8 @@ class Judge(StrictModel):
     numbers are taken as they are."""
     options: dict[str, Any] = Field({"temperature": 0.0}, examples=[{"temperature": 0.0, "max_tokens": 512}])
     """Further fields of each request."""
-    api_key_env: str | None = Field(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", examples=["JUDGE_API_KEY"])
-    """Name of the environment variable of the replicas that holds the key for `url`. null: none is sent."""
+    api_key: SecretReference | None = Field(None, examples=["env:JUDGE_API_KEY"])
+    """Where each replica reads the key for `url`: `env:NAME` or `file:/path`. null: none is sent."""
     max_concurrent: int = Field(16, ge=1, le=4096)
     """Requests of one replica at a time."""
     timeout_s: float = Field(60.0, ge=limits.SHORTEST_S, le=limits.LONGEST_S)

@@ -14,6 +14,7 @@ from millrace.spec.job import PLACEHOLDER, PLACEHOLDERS, JobSpec
 from millrace.spec.lora import Lora
 from millrace.spec.pool import ROLLOUT, Judge
 from millrace.spec.trainer import CriticRun, ReferenceRun
+from millrace.trackers import WITH_KEY
 from millrace.validation import limits
 from millrace.validation.names import choose
 
@@ -35,7 +36,15 @@ def broken_rules(spec: JobSpec) -> list[Mistake]:
         *_lora(spec),
         *_judges(spec),
         *_pools(spec),
+        *_tracking(spec),
     ]
+
+
+def _tracking(spec: JobSpec) -> Iterator[Mistake]:
+    key, names = spec.tracking.api_key, spec.tracking.trackers
+    if key is not None and WITH_KEY not in names:
+        reason = f"only {WITH_KEY} takes a key, and it is not one of tracking.trackers"
+        yield _broken("tracking.api_key", key, reason, "leave it out; mlflow reads MLFLOW_TRACKING_TOKEN")
 
 
 def _broken(field: str, value: object, reason: str, fix: str) -> Mistake:
@@ -372,7 +381,7 @@ def _judges_place(field: str, judge: Judge) -> Iterator[Mistake]:
     reasons = {
         "url": "a pool is given too",
         "model": "the pool has its model",
-        "api_key_env": "requests to a pool have the token of the deployment",
+        "api_key": "requests to a pool have the token of the deployment",
     }
     for name, reason in reasons.items():
         if (value := getattr(judge, name)) is not None:

@@ -7,6 +7,7 @@ from pydantic import Field
 from millrace.trackers import TRACKERS
 from millrace.validation import limits
 from millrace.validation.fields import OneOf, StrictModel
+from millrace.validation.secrets import SecretReference
 from millrace.wire.deadlines import COMMIT_S, DEADLINES_S, FINISH_S
 
 HELD_OUT = "evaluation/held_out"
@@ -110,6 +111,9 @@ class Tracking(StrictModel):
     """Experiment trackers. The `trackers` extra installs them on the coordinator's host: docs/running.md."""
     project: str = "millrace"
     """Project in Weights & Biases, experiment in MLflow."""
+    api_key: SecretReference | None = Field(None, examples=["env:TEAM_WANDB_KEY"])
+    """Where the coordinator reads the key of Weights & Biases: `env:NAME` or `file:/path`. null: WANDB_API_KEY of the
+    coordinator."""
     offline: bool = False
     """true: Weights & Biases and MLflow write into the output folder and send nothing: docs/running.md."""
     samples_per_step: int = Field(4, ge=0, le=1000)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import SecretStr
+
 from millrace.errors import InvalidJob
 from millrace.rest import SampleView
 
@@ -29,6 +31,8 @@ class TrackedJob:
     """The job spec as JSON."""
     offline: bool = False
     """Whether a tracker that usually sends to a server writes into `folder` instead."""
+    api_key: SecretStr | None = None
+    """The key of the tracker's server; None: the tracker looks in the environment."""
 
 
 class Tracker(Protocol):
@@ -62,6 +66,9 @@ TRACKERS: dict[str, TrackerEntry] = {
     "tensorboard": TrackerEntry("millrace.trackers.tensorboard", "TensorBoard", "tensorboard"),
     "wandb": TrackerEntry("millrace.trackers.wandb", "WeightsAndBiases", "wandb"),
 }
+
+WITH_KEY = "wandb"
+"""The tracker that takes `tracking.api_key`."""
 
 
 def check_trackers(names: Sequence[str]) -> None:

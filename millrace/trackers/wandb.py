@@ -1,4 +1,4 @@
-"""Weights & Biases. The API key is read from WANDB_API_KEY or comes from `wandb login`, never from a job spec."""
+"""Weights & Biases. The API key is that which `tracking.api_key` names, WANDB_API_KEY, or comes from `wandb login`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,6 +23,7 @@ class WeightsAndBiases:
             dir=str(job.folder),
             config=dict(job.spec),
             mode="offline" if job.offline else None,
+            settings=wandb.Settings(api_key=job.api_key.get_secret_value()) if job.api_key is not None else None,
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -56,7 +56,7 @@ def test_a_job_uses_each_pool_for_one_task() -> None:
         ({"reward": {"functions": [JUDGED]}}, 'reward.functions.0.judge.pool: "quality": there is no such pool'),
         (judged(url="http://judge/v1"), 'reward.functions.0.judge.url: "http://judge/v1": a pool is given too'),
         (judged(model="j"), 'reward.functions.0.judge.model: "j": the pool has its model'),
-        (judged(api_key_env="KEY"), "requests to a pool have the token of the deployment"),
+        (judged(api_key="env:KEY"), "requests to a pool have the token of the deployment"),
         (judged(pool=None), "reward.functions.0.judge.url: null: neither url nor pool is given"),
         (judged(pool=None, url="http://judge/v1"), "reward.functions.0.judge.model: null: requests to a URL name"),
         ({"reward": {"functions": [LIKED]}}, 'reward.functions.0.pool: "quality": there is no such pool'),

@@ -12,15 +12,18 @@ from typing import TypeVar
 import structlog
 
 from millrace import events, trackers
+from millrace.errors import InvalidJob
 from millrace.ids import Version
 from millrace.rest import SampleView, StepMetrics
 from millrace.telemetry.spans.kinds import SpanKind
+from millrace.validation.secrets import secret_of_job
 from services.coordinator.stages.run import Run
 from services.coordinator.stages.spans import traced
 
 Answer = TypeVar("Answer")
 log = structlog.get_logger(__name__)
 
+API_KEY = "tracking.api_key"
 NOTE = "tracked"
 """Key of the note that holds the last step whose row was sent."""
 LIMIT_S = 60.0
@@ -84,6 +87,12 @@ async def track_again(run: Run, version: Version) -> None:
 
 
 async def _open_trackers(run: Run) -> list[trackers.Tracker]:
+    names, reference, api_key = list(run.spec.tracking.trackers), run.spec.tracking.api_key, None
+    try:
+        api_key = None if reference is None else secret_of_job(reference, API_KEY)
+    except InvalidJob as error:
+        names.remove(trackers.WITH_KEY)
+        await run.tell(events.TrackerFailed(tracker=trackers.WITH_KEY), f"{trackers.WITH_KEY} is not used: {error}")
     job = trackers.TrackedJob(
         job_id=run.job.id,
         name=run.job.name,
@@ -91,9 +100,10 @@ async def _open_trackers(run: Run) -> list[trackers.Tracker]:
         folder=Path(run.spec.output),
         spec=run.spec.model_dump(mode="json"),
         offline=run.spec.tracking.offline,
+        api_key=api_key,
     )
     opened: list[trackers.Tracker] = []
-    for name in run.spec.tracking.trackers:
+    for name in names:
         try:
             (tracker,) = await _within_limit(partial(trackers.open_trackers, [name], job))
         except (TrackerFailed, TrackerHangs) as error:

@@ -1,6 +1,5 @@
 """Where a judge is: behind a URL, or in a pool of the job."""
 
-import os
 import random
 import ssl
 import time
@@ -9,7 +8,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Protocol
 
-from millrace.spec.pool import Judge
+from millrace.spec.pool import Judge, JudgeTerm
+from millrace.validation.secrets import secret_of_job
 from millrace.wire.channel import token
 from millrace.wire.reach import may_take_proxy
 from millrace.wire.tls import scheme, verifying
@@ -41,11 +41,12 @@ class JudgePlace(Protocol):
 class JudgeUrl:
     """A judge behind a URL. See `JudgePlace`."""
 
-    def __init__(self, judge: Judge) -> None:
-        """Raises KeyError if the environment has no such key."""
+    def __init__(self, judge: Judge, field: str) -> None:
+        """`field`: path of the judge in the job spec. Raises InvalidJob where its key cannot be read here."""
         self._url = (judge.url or "").rstrip("/")
         self.model = judge.model or ""
-        self.key = os.environ[judge.api_key_env] if judge.api_key_env is not None else ""
+        key = judge.api_key
+        self.key = secret_of_job(key, f"{field}.api_key").get_secret_value() if key is not None else ""
         self.may_take_proxy = may_take_proxy(self._url)
         self.verify: ssl.SSLContext | bool = True
 
@@ -89,6 +90,7 @@ class JudgePool:
         return time.monotonic() - self._failed_at.get(url, -FAILED_S) < FAILED_S
 
 
-def place_of(judge: Judge, pools: Mapping[str, PoolClient]) -> JudgePlace:
-    """Where a judge is; `pools` are those of the job, by name. Raises KeyError if the environment lacks its key."""
-    return JudgeUrl(judge) if judge.pool is None else JudgePool(pools[judge.pool].members)
+def place_of(term: JudgeTerm, pools: Mapping[str, PoolClient]) -> JudgePlace:
+    """Where a judge is; `pools` are those of the job, by name. Raises InvalidJob where its key cannot be read here."""
+    pool = term.judge.pool
+    return JudgeUrl(term.judge, term.field) if pool is None else JudgePool(pools[pool].members)

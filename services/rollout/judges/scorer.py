@@ -30,13 +30,10 @@ class JudgeScorer:
         self.term = term
         try:
             self._template = _template(term.judge)
-            self.client = JudgeClient(term.judge, term.name, place_of(term.judge, pools or {}))
+            self.client = JudgeClient(term.judge, term.name, place_of(term, pools or {}))
         except OSError as error:
             what = f"{term.field}.prompt_file: {term.judge.prompt_file}: cannot be read: {error.strerror}."
             raise InvalidJob(what, "put the file at this path on every replica's host.") from error
-        except KeyError as error:
-            what = f"{term.field}.api_key_env: {term.judge.api_key_env}: there is no such environment variable."
-            raise InvalidJob(what, "set it for every replica, with the key of the judge.") from error
 
     async def score(self, row: PromptRow, answers: Sequence[Answer]) -> list[Scored]:
         """The scores of the answers to the row's prompt, in their order. Waits while the judge is down, at most for its

@@ -5,6 +5,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,7 +71,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def a_run(store: Store, names: list[str], fault: str = "") -> Any:
     job, events = dataclasses.replace(a_job(), name=fault), Events(store)
-    tracking = SimpleNamespace(trackers=names, project="millrace", offline=False)
+    tracking = SimpleNamespace(trackers=names, project="millrace", offline=False, api_key=None)
     return SimpleNamespace(
         job=job,
         records=store.records(job.id),
@@ -104,6 +105,37 @@ def test_a_tracker_that_fails_costs_its_rows_only(redis_url: str, fault: str) ->
     began = time.monotonic()
     with_store(redis_url, scenario)
     assert time.monotonic() - began < 60.0
+
+
+def test_a_tracker_gets_the_key_that_is_named_and_is_left_out_without_it(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keys: list[str] = []
+
+    class WithKey(Sound):
+        def __init__(self, run: trackers.TrackedJob) -> None:
+            super().__init__(run)
+            assert run.api_key is not None and "s3cret" not in repr(run)
+            keys.append(run.api_key.get_secret_value())
+
+    monkeypatch.setitem(globals(), "WithKey", WithKey)
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", trackers.TrackerEntry(__name__, "WithKey", "pytest"))
+
+    async def scenario(store: Store) -> None:
+        (tmp_path / "key").write_text("s3cret\n")
+        run = a_run(store, ["wandb", "Told"])
+        run.spec.tracking.api_key = f"file:{tmp_path}/key"
+        await reaches(run, 0)
+        assert keys == ["s3cret"] and len(run.trackers) == 2
+
+        (tmp_path / "key").unlink()
+        run.trackers = None
+        await reaches(run, 1)
+        (told,) = [event.message for event in await run.records.events() if event.kind == "tracker.failed"]
+        assert "wandb is not used: tracking.api_key" in told and "No such file" in told
+        assert keys == ["s3cret"] and [str(tracker) for tracker in run.trackers] == ["Told"]
+
+    with_store(redis_url, scenario)
 
 
 def test_what_is_trained_again_is_sent_again(redis_url: str) -> None:

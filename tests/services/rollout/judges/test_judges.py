@@ -223,11 +223,11 @@ def test_the_key_comes_from_the_environment_alone(monkeypatch: pytest.MonkeyPatc
         return server.headers.get("authorization")
 
     monkeypatch.setenv("JUDGE_KEY", "abc")
-    assert asked(lambda _: "score 1", act, api_key_env="JUDGE_KEY") == "Bearer abc"
+    assert asked(lambda _: "score 1", act, api_key="env:JUDGE_KEY") == "Bearer abc"
     assert asked(lambda _: "score 1", act) is None
     monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(InvalidJob, match=r"reward\.functions\.0\.judge\.api_key_env: JUDGE_KEY: there is no such"):
-        asked(lambda _: "score 1", act, api_key_env="JUDGE_KEY")
+    with pytest.raises(InvalidJob, match=r"judge\.api_key: .*env:JUDGE_KEY.*: there is no such"):
+        asked(lambda _: "score 1", act, api_key="env:JUDGE_KEY")
 
 
 def test_the_template_may_be_a_file(tmp_path: Path) -> None:
