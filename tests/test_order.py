@@ -36,7 +36,7 @@ ORDER = {
         drops errors ids sequence_cost software imports
     """,
     "services.coordinator": """
-        __main__
+        __main__ backup
         process
         standby
         rest

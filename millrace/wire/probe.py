@@ -1,5 +1,5 @@
 """Asks a gRPC server's health service: `python -m millrace.wire.probe host:port` exits 0 where it serves. Of several
-addresses with commas one has to: a coordinator that stands by does not serve."""
+addresses with commas one has to: a coordinator that stands by does not serve. With `--alive` any answer is enough."""
 
 import sys
 
@@ -24,6 +24,7 @@ def serving(address: str) -> tuple[bool, str]:
 
 
 if __name__ == "__main__":
-    answers = [serving(each) for each in addresses(sys.argv[1])]
+    alive, address = "--alive" in sys.argv[1:-1], sys.argv[-1]
+    answers = [serving(each) for each in addresses(address)]
     print(", ".join(answer for _, answer in answers))
-    sys.exit(0 if any(healthy for healthy, _ in answers) else 1)
+    sys.exit(0 if any(healthy or (alive and "NOT_SERVING" in answer) for healthy, answer in answers) else 1)

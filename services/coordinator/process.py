@@ -101,7 +101,7 @@ class Coordinator:
     async def _embedded(self, held: contextlib.ExitStack) -> str:
         folder = self._settings.state_dir / "redis"
         new_private_folder(self._settings.state_dir)
-        held.enter_context(_locked(self._settings.state_dir / "lock"))
+        held.enter_context(locked(self._settings.state_dir / "lock"))
         self._redis = RedisServer(folder)
         await self._redis.start()
         return self._redis.url
@@ -172,7 +172,7 @@ class Coordinator:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """A lock on the state folder. Raises InvalidState where another coordinator has it."""
     with path.open("w") as file:
         try:

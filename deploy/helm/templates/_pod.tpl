@@ -82,9 +82,9 @@ containers:
       procMount: Unmasked
       {{- end }}
     # As long as a first start takes: images of engines import and compile for minutes.
-    startupProbe: {exec: {command: {{ toJson .probe }}}, periodSeconds: 10, timeoutSeconds: 10, failureThreshold: 90}
-    livenessProbe: {exec: {command: {{ toJson .probe }}}, periodSeconds: 20, timeoutSeconds: 15, failureThreshold: 6}
-    readinessProbe: {exec: {command: {{ toJson .probe }}}, periodSeconds: 20, timeoutSeconds: 15, failureThreshold: 2}
+    startupProbe: {exec: {command: {{ toJson (default .probe .alive) }}}, periodSeconds: 10, timeoutSeconds: 10, failureThreshold: 90}
+    livenessProbe: {exec: {command: {{ toJson (default .probe .alive) }}}, periodSeconds: 20, timeoutSeconds: 15, failureThreshold: 6}
+    readinessProbe: {exec: {command: {{ toJson .probe }}}, periodSeconds: {{ default 20 .readyS }}, timeoutSeconds: 15, failureThreshold: 2}
     {{- /* There is no preStop hook: SIGTERM is the drain, and a second one would end it. */}}
     resources:
       {{- $resources := deepCopy (default dict .of.resources) }}

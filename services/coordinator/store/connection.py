@@ -127,25 +127,27 @@ class Connection:
         async with self._large:
             return await self._answer(lambda: self._redis.execute_command(*command), LARGE_S)
 
-    async def together(self, *commands: Sequence[Any]) -> list[Any]:
+    async def together(self, *commands: Sequence[Any], within_s: float | None = None) -> list[Any]:
         """Several commands in one transaction and one round trip. Raises StoreDown, and Superseded for a write where
-        another coordinator leads."""
+        another coordinator leads. `within_s`: for commands of a caller that does not lead, instead of TIMEOUT_S."""
         if self.epoch and any(command[0] not in READS for command in commands):
             return await self._fenced(commands)
         pipeline = self._redis.pipeline(transaction=True)
         for command in commands:
             pipeline.execute_command(*command)
-        answers: list[Any] = await self._answer(pipeline.execute)
+        answers: list[Any] = await self._answer(pipeline.execute, within_s)
         return answers
 
-    async def run(self, script: str, keys: Sequence[str], arguments: Sequence[Any] = ()) -> Any:
-        """One script of scripts/, by name. Raises StoreDown, and Superseded where another coordinator leads."""
+    async def run(self, script: str, keys: Sequence[str], arguments: Sequence[Any] = (), *, large: bool = False) -> Any:
+        """One script of scripts/, by name. Its answer may be `large`. Raises StoreDown, and Superseded where another
+        coordinator leads."""
         digest, source = self._scripts[script]
         parts = (len(keys) + 1, *keys, EPOCH, *arguments, self.epoch)
+        ask = self.read if large else self.do
         try:
-            return await self.do("EVALSHA", digest, *parts)
+            return await ask("EVALSHA", digest, *parts)
         except NoScriptError:
-            return await self.do("EVAL", source, *parts)
+            return await ask("EVAL", source, *parts)
 
     async def _fenced(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """Commands of a leader, as a script. One with too many parts for it comes after the fence, not within it."""

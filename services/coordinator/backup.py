@@ -1,0 +1,129 @@
+"""Backup and restore of what the coordinators know: `python -m services.coordinator.backup save FILE`, `… load FILE`.
+
+A backup is taken while everything runs. It holds jobs, ledgers, metrics, events, users: everything but the members of
+the fleet, which register again. Models, data and checkpoints are files: copy them by other means to the same paths.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from millrace.errors import InvalidState, MillraceError, Unavailable
+from millrace.local.private import new_private_folder
+from services.coordinator.process import locked
+from services.coordinator.redis_server import RedisServer
+from services.coordinator.store import Store
+from services.coordinator.store.snapshot import Manifest, load, missing, read, save
+
+ANSWER_S = 10.0
+"""How long Redis may take to answer."""
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, no_args_is_help=True)
+RedisOption = Annotated[
+    str, typer.Option(envvar="REDIS_URL", help="Address of Redis; empty: the coordinator's own, in --state-dir.")
+]
+StateOption = Annotated[Path, typer.Option(envvar="MILLRACE_STATE_DIR", help="Folder of the coordinator's own Redis.")]
+STATE = Path("~/.millrace/coordinator")
+
+
+@app.command("save")
+def save_command(
+    file: Annotated[Path, typer.Argument(help="The new file.")],
+    redis_url: RedisOption = "",
+    state_dir: StateOption = STATE,
+) -> None:
+    """Writes all of the coordinators' state at one moment to FILE. Jobs go on meanwhile."""
+
+    async def work(store: Store) -> None:
+        manifest = await save(store, file)
+        typer.echo(f"{file}: {manifest.keys} keys.")
+        _tell(manifest)
+
+    _run(redis_url, state_dir.expanduser(), work, alone=False)
+
+
+@app.command("load")
+def load_command(
+    file: Annotated[Path, typer.Argument(help="The file of a backup.")],
+    redis_url: RedisOption = "",
+    state_dir: StateOption = STATE,
+    replace: Annotated[bool, typer.Option("--replace", help="Delete what Redis holds.")] = False,
+    without_checkpoints: Annotated[
+        bool, typer.Option("--without-checkpoints", help="Restore although checkpoints are missing on this host.")
+    ] = False,
+) -> None:
+    """Puts a backup into a Redis on which no coordinator leads. Jobs go on when one is started."""
+
+    async def work(store: Store) -> None:
+        manifest, entries = read(file)
+        if (lost := missing(manifest)) and not without_checkpoints:
+            places = ", ".join(f"{job.checkpoint} ({job.id})" for job in lost)
+            what = f"checkpoints that jobs continue from are missing on this host: {places}."
+            fix = "copy them to these paths; with --without-checkpoints other hosts have to have them."
+            raise InvalidState(what, fix)
+        await load(store, entries, replace=replace)
+        taken = datetime.fromtimestamp(manifest.taken_s, UTC).isoformat(timespec="seconds")
+        typer.echo(f"{file}: {manifest.keys} keys of {taken}.")
+        _tell(manifest)
+
+    _run(redis_url, state_dir.expanduser(), work, alone=True)
+
+
+def _tell(manifest: Manifest) -> None:
+    for job in manifest.jobs:
+        then = f"continues from {job.checkpoint}" if job.checkpoint else "begins with the model"
+        typer.echo(f"  {job.id} {job.name}: {job.state}, step {job.step}; {then}")
+
+
+def _run(url: str, state: Path, work: Callable[[Store], Awaitable[None]], *, alone: bool) -> None:
+    try:
+        asyncio.run(_with_store(url, state, work, alone=alone))
+    except MillraceError as error:
+        typer.echo(f"backup: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+async def _with_store(url: str, state: Path, work: Callable[[Store], Awaitable[None]], *, alone: bool) -> None:
+    async with _redis(url, state, alone=alone) as found:
+        store = Store(found)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await store.connection.wait_until_up()
+            await work(store)
+        except TimeoutError as error:
+            what = f"Redis at {store.connection.name} took no write within {ANSWER_S:g} s."
+            raise Unavailable(what, "start it, or set REDIS_URL to a Redis that runs.") from error
+        finally:
+            await store.close()
+
+
+@contextlib.asynccontextmanager
+async def _redis(url: str, state: Path, *, alone: bool) -> AsyncIterator[str]:
+    """The URL of Redis. The coordinator's own runs where a coordinator does, which `alone` excludes; it is started
+    otherwise."""
+    if url:
+        yield url
+        return
+    own = RedisServer(state / "redis")
+    new_private_folder(state)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(locked(state / "lock"))
+        except InvalidState:
+            if alone:
+                raise
+            yield own.url
+            return
+        await own.start()
+        try:
+            yield own.url
+        finally:
+            await own.stop()
+
+
+if __name__ == "__main__":
+    app()
