@@ -184,11 +184,14 @@ def locked(path: Path) -> Iterator[None]:
 
 
 async def _redis_answers(store: Store, within_s: float | None) -> None:
-    """Waits until Redis is up, at most so long; warns of one that may lose data. Raises Unavailable."""
+    """Waits until Redis is up, at most so long; warns of one that may lose data. Raises Unavailable, and
+    InvalidState for a server of a cluster."""
     try:
         async with asyncio.timeout(within_s):
             await store.connection.wait_until_up()
     except TimeoutError as error:
+        with contextlib.suppress(StoreDown):
+            await store.connection.check_no_cluster()  # such a server refuses writes
         what = f"Redis at {store.connection.name} took no write within {within_s:g} s."
         raise Unavailable(what, "start it, or set REDIS_URL to a Redis that runs and takes writes.") from error
     await store.connection.check_no_cluster()
