@@ -123,6 +123,8 @@ async def tls_before(path: str, folder: Path) -> AsyncIterator[int]:
 
 def test_by_tls_with_a_certificate(redis_url: str, tmp_path: Path, spec: dict[str, Any]) -> None:
     async def played() -> None:
+        with redis.Redis.from_url(redis_url) as client:
+            client.flushall()  # jobs of other tests
         async with tls_before(redis_url.removeprefix("unix://"), tmp_path) as port:
             files = tmp_path / "tls"
             own = f"ssl_certfile={files}/redis.crt&ssl_keyfile={files}/redis.key"
