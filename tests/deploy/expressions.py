@@ -31,6 +31,8 @@ OF_JUDGES = frozenset(
     {"millrace_judge_down_seconds", "millrace_judge_waiting_requests", "millrace_judge_requests_total"}
 )
 """Metrics that a replica has while its job has a judge."""
+OF_AUTOSCALING = frozenset({"millrace_replicas_wanted", "millrace_replicas_ready", "millrace_scalings_total"})
+"""Metrics that a coordinator has if it scales replicas."""
 OF_PROMETHEUS = frozenset({"up"})
 """Metrics that Prometheus makes of its own reading: `tests/deploy/scrape.py` makes them as it does."""
 OF_TARGETS = frozenset({"job", "instance", "role", "member"})
@@ -88,7 +90,7 @@ def selectors(expression: str) -> list[Selector]:
     return [Selector(sample, tuple(MATCHER.findall(conditions))) for sample, conditions in found]
 
 
-def without_data(page: str, owner: Owner, absent: frozenset[str] = NEEDS_GPU | OF_JUDGES) -> list[str]:
+def without_data(page: str, owner: Owner, absent: frozenset[str] = NEEDS_GPU | OF_JUDGES | OF_AUTOSCALING) -> list[str]:
     """The panels and alerts that look at a metric of the service `owner` of which its `page` has no series, but for
     those of metrics that may be `absent`."""
     owned = {m.name for section in PROMETHEUS_SECTIONS if owner in section.owners for m in section.metrics}

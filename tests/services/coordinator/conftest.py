@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import redis
 
 from millrace.client import Client
 from millrace.data.row import PromptRow
@@ -32,6 +33,14 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         runner.run(server.start())
         yield server.url
         runner.run(server.stop())
+
+
+@pytest.fixture
+def empty_redis_url(redis_url: str) -> str:
+    """The same server, without what other tests left in it."""
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushall()
+    return redis_url
 
 
 class CoordinatorProcess:

@@ -10,8 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import redis
-
 from millrace.client import Client
 from tests.services.coordinator.cluster import until
 from tests.services.coordinator.conftest import CoordinatorProcess
@@ -63,7 +61,5 @@ class Pair:
 
 @contextlib.contextmanager
 def pair(folder: Path, redis_url: str, *options: str) -> Iterator[Pair]:
-    with redis.Redis.from_url(redis_url) as client:
-        client.flushall()  # jobs of other tests
     with Pair(folder, redis_url, *options) as both:
         yield both

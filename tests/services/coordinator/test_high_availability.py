@@ -24,7 +24,7 @@ from tests.services.coordinator.test_recovery import trained_once
 pytestmark = pytest.mark.slow
 
 PHASES = ("waiting", "generating", "stepping", "publishing", "checkpoint")
-"""Of a step, in each of which the leader is lost."""
+"""Phases of a step, in each of which the leader is lost."""
 MOMENTS = {"stepping": "Step", "publishing": "TransferPublication", "checkpoint": "Save"}
 """Call of the trainer during which it happens."""
 LATEST_S = 60.0
@@ -90,16 +90,16 @@ async def lost_in(phase: str, how: signal.Signals, both: Pair, spec: dict[str, A
     ],
 )
 def test_the_leader_is_lost(
-    phase: str, how: signal.Signals, redis_url: str, tmp_path: Path, spec: dict[str, Any]
+    phase: str, how: signal.Signals, empty_redis_url: str, tmp_path: Path, spec: dict[str, Any]
 ) -> None:
-    with pair(tmp_path, redis_url) as both:
+    with pair(tmp_path, empty_redis_url) as both:
         seconds = asyncio.run(lost_in(phase, how, both, spec))
         print(f"{how.name} while {phase}: the other leads after {seconds:.2f} s")
         assert seconds < LATEST_S
 
 
 def test_one_that_stands_by_says_who_leads_and_an_orderly_end_hands_over(
-    redis_url: str, tmp_path: Path, spec: dict[str, Any]
+    empty_redis_url: str, tmp_path: Path, spec: dict[str, Any]
 ) -> None:
     async def call(address: str) -> None:
         peer = Peer(address)
@@ -109,7 +109,7 @@ def test_one_that_stands_by_says_who_leads_and_an_orderly_end_hands_over(
             await peer.close()
 
     # A lease this long does not run out during the test: it is released.
-    with pair(tmp_path, redis_url, "--lease-s", "60") as both:
+    with pair(tmp_path, empty_redis_url, "--lease-s", "60") as both:
         led = both.leader.client.url
         job = both.client.submit(spec)
         url = both.other.client.url
@@ -130,18 +130,17 @@ def test_one_that_stands_by_says_who_leads_and_an_orderly_end_hands_over(
         assert both.client.job(job.id).state is JobState.QUEUED
 
 
-def test_a_restarted_leader_takes_its_own_lease_at_once(redis_url: str, tmp_path: Path) -> None:
-    with pair(tmp_path, redis_url, "--lease-s", "60") as both:
+def test_a_restarted_leader_takes_its_own_lease_at_once(empty_redis_url: str, tmp_path: Path) -> None:
+    with pair(tmp_path, empty_redis_url, "--lease-s", "60") as both:
         both.leader.kill()
         both.leader.start()
         assert both.leader.says("/readyz") and not both.other.says("/readyz")
 
 
-def test_no_write_of_an_old_leader_changes_anything(redis_url: str) -> None:
+def test_no_write_of_an_old_leader_changes_anything(empty_redis_url: str) -> None:
     async def played() -> None:
-        old, new = Store(redis_url), Store(redis_url)
+        old, new = Store(empty_redis_url), Store(empty_redis_url)
         try:
-            await old.connection.do("FLUSHALL")
             await lead(old)
             await old.jobs.create(a_job(1))
             await lead(new)

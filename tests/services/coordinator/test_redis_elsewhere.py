@@ -121,11 +121,9 @@ async def tls_before(path: str, folder: Path) -> AsyncIterator[int]:
         server.close()
 
 
-def test_by_tls_with_a_certificate(redis_url: str, tmp_path: Path, spec: dict[str, Any]) -> None:
+def test_by_tls_with_a_certificate(empty_redis_url: str, tmp_path: Path, spec: dict[str, Any]) -> None:
     async def played() -> None:
-        with redis.Redis.from_url(redis_url) as client:
-            client.flushall()  # jobs of other tests
-        async with tls_before(redis_url.removeprefix("unix://"), tmp_path) as port:
+        async with tls_before(empty_redis_url.removeprefix("unix://"), tmp_path) as port:
             files = tmp_path / "tls"
             own = f"ssl_certfile={files}/redis.crt&ssl_keyfile={files}/redis.key"
             url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={files}/ca.crt"

@@ -4,11 +4,16 @@ import asyncio
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 
 from millrace.errors import InvalidState, Unavailable
 from services.coordinator.scaling.autoscaler import limits
 from services.coordinator.scaling.scalers import LocalScaler, scaler
+from tests.deploy.expressions import OF_AUTOSCALING, lacking
+from tests.services.coordinator.cluster import until
+from tests.services.coordinator.conftest import running
+from tests.telemetry.metrics.pages import value
 
 
 def test_the_local_scaler_reads_what_runs(tmp_path: Path) -> None:
@@ -43,3 +48,22 @@ def test_an_unknown_scaler_is_refused() -> None:
         scaler("nomad", "")
     with pytest.raises(InvalidState, match="belongs to no local stack"):
         scaler("local", "")
+
+
+def test_a_coordinator_that_scales_shows_what_it_wants(empty_redis_url: str, tmp_path: Path) -> None:
+    """With the scaler `none` somebody else reads the metrics and starts the replicas."""
+    environment = {"REDIS_URL": empty_redis_url, "MILLRACE_AUTOSCALE": "2:3", "MILLRACE_SCALER": "none"}
+
+    async def played(port: int) -> str:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http:
+
+            async def page() -> str:
+                return (await http.get("/metrics")).text
+
+            return str(await until(page, lambda found: lacking(found, OF_AUTOSCALING) == [], within_s=120))
+
+    with running(tmp_path / "state", environment=environment) as coordinator:
+        found = asyncio.run(played(coordinator.http_port))
+    assert value(found, 'millrace_replicas_wanted{pool="rollout"}') == 2
+    assert value(found, 'millrace_replicas_ready{pool="rollout"}') == 0
+    assert value(found, 'millrace_scalings_total{pool="rollout",reason="limits"}') == 1
