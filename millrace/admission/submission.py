@@ -36,6 +36,7 @@ from millrace.spec.model import Model
 from millrace.spec.trainer import ROLES
 from millrace.trackers import check_trackers
 from millrace.validation.mistakes import options as checked_options
+from millrace.validation.roots import ROOTS, lies_below, roots
 from millrace.validation.secrets import secret_of_job
 
 RUNS = "MILLRACE_RUNS"
@@ -113,14 +114,13 @@ def _keep_inside(spec: JobSpec) -> None:
 def _outside(spec: JobSpec) -> Iterator[Mistake]:
     """Paths that lead out of the folders of MILLRACE_ROOTS, where that is set, also by symbolic links. Names on the hub
     are no paths."""
-    roots = [os.path.realpath(root) for root in os.environ.get("MILLRACE_ROOTS", "").split(os.pathsep) if root]
+    allowed = roots()
     for field, path, function in _paths(spec):
         place = os.path.realpath(path)
-        inside = any(os.path.commonpath((place, root)) == root for root in roots)
-        if roots and os.path.isabs(path) and not inside:
+        if allowed and os.path.isabs(path) and not lies_below(place, allowed):
             leads = "lies" if place == os.path.normpath(path) else "leads"
             reason = f"{leads} outside the folders that jobs may use"
-            fix = f"put it below one of {', '.join(roots)}, or have an operator add its folder to MILLRACE_ROOTS."
+            fix = f"put it below one of {', '.join(allowed)}, or have an operator add its folder to {ROOTS}."
             yield wrong_value(field, path + function, reason, fix)
 
 

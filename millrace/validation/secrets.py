@@ -12,6 +12,7 @@ from typing import Annotated
 from pydantic import Field, SecretStr
 
 from millrace.errors import InvalidJob, Mistake, refused, wrong_value
+from millrace.validation.roots import lies_below, roots
 
 SecretReference = Annotated[
     str, Field(pattern=r"^(env:[A-Za-z_][A-Za-z0-9_]*|file:/[^\x00-\x1f]+)$", max_length=4096, examples=["env:NAME"])
@@ -49,9 +50,8 @@ def not_allowed(reference: str, field: str) -> Mistake | None:
     own = place in {os.path.realpath(os.environ[each]) for each in OWN_FILES if os.environ.get(each)}
     if own or (kind == "env" and any(fnmatch.fnmatchcase(name, each) for each in OWN_VARIABLES)):
         return wrong_value(field, reference, "is a secret of the services", "name a secret of the job.")
-    roots = [os.path.realpath(root) for root in os.environ.get("MILLRACE_ROOTS", "").split(os.pathsep) if root]
-    if kind == "file" and roots and not any(_below(place, root) for root in roots):
-        fix = f"put the file below one of {', '.join(roots)}, or have an operator add it to {ALLOWED}."
+    if kind == "file" and (allowed := roots()) and not lies_below(place, allowed):
+        fix = f"put the file below one of {', '.join(allowed)}, or have an operator add it to {ALLOWED}."
         return wrong_value(field, reference, "lies outside the folders that jobs may use", fix)
     return None
 
@@ -89,8 +89,4 @@ def _content(path: Path, reference: str, field: str) -> str:
 def _matches(kind: str, place: str, wanted_kind: str, pattern: str) -> bool:
     if kind != wanted_kind:
         return False
-    return fnmatch.fnmatchcase(place, pattern) if kind == "env" else _below(place, os.path.realpath(pattern))
-
-
-def _below(path: str, folder: str) -> bool:
-    return os.path.commonpath((path, folder)) == folder
+    return fnmatch.fnmatchcase(place, pattern) if kind == "env" else lies_below(place, [os.path.realpath(pattern)])
