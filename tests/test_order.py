@@ -45,7 +45,7 @@ ORDER = {
         publication work
         fleet observe redis_server
         diagnosis store
-        state timeline
+        options state timeline
     """,
     "services.environments": """
         __main__

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +12,19 @@ from millrace.service_process import VersionOption, collect_rarely
 from millrace.telemetry import logs
 from millrace.telemetry.spans import export
 from millrace.wire.address import InsecureOption, require_protection
+from services.coordinator.options import (
+    STATE,
+    AutoscaleOption,
+    BudgetOption,
+    DownOption,
+    KeepJobsOption,
+    LeaseOption,
+    PriceOption,
+    RedisOption,
+    ScalerOption,
+    StateOption,
+    UpOption,
+)
 from services.coordinator.state.member import Patience
 
 if TYPE_CHECKING:
@@ -34,12 +46,8 @@ def main(
         str, typer.Option(envvar="MILLRACE_GRPC_HOST", help="Address of the gRPC server; 0.0.0.0 allows other hosts.")
     ] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(envvar="MILLRACE_GRPC_PORT", help="Port of the gRPC server.")] = 7600,
-    state_dir: Annotated[
-        Path, typer.Option(envvar="MILLRACE_STATE_DIR", help="Folder of the coordinator's own Redis.")
-    ] = Path("~/.millrace/coordinator"),
-    redis_url: Annotated[
-        str, typer.Option(envvar="REDIS_URL", help="Address of Redis; empty: the coordinator starts its own.")
-    ] = "",
+    state_dir: StateOption = STATE,
+    redis_url: RedisOption = "",
     heartbeat_s: Annotated[
         float, typer.Option(envvar="MILLRACE_HEARTBEAT_S", help="Seconds between the heartbeats of a member.")
     ] = 1.0,
@@ -47,58 +55,24 @@ def main(
         float,
         typer.Option(envvar="MILLRACE_LOST_AFTER_S", help="Seconds of silence after which a member is lost."),
     ] = 5.0,
-    lease_s: Annotated[
-        float,
-        typer.Option(
-            envvar="MILLRACE_LEADER_LEASE_S",
-            help="Seconds after which a coordinator that stands by leads, if the leader is gone.",
-            min=1.0,
-            max=60.0,
-        ),
-    ] = 3.0,
+    lease_s: LeaseOption = 3.0,
     insecure: InsecureOption = False,
-    keep_jobs: Annotated[
-        int,
-        typer.Option(
-            envvar="MILLRACE_KEEP_JOBS",
-            help="Jobs that have ended and are kept; of older ones only the output folders stay.",
-            min=0,
-            max=1_000_000,
-        ),
-    ] = KEPT_JOBS,
-    autoscale: Annotated[
-        str, typer.Option(envvar="MILLRACE_AUTOSCALE", metavar="MIN:MAX", help="Scales the replicas; empty: does not.")
-    ] = "",
-    scaler: Annotated[
-        str,
-        typer.Option(
-            envvar="MILLRACE_SCALER",
-            help="What starts and stops replicas: local, or none, if others read the metric.",
-        ),
-    ] = "local",
-    replica_price: Annotated[
-        float, typer.Option(envvar="MILLRACE_REPLICA_PRICE", help="Of one replica and hour.", min=0)
-    ] = 0.0,
-    replica_budget: Annotated[
-        float, typer.Option(envvar="MILLRACE_REPLICA_BUDGET", help="Of all replicas and hour; 0: no limit.", min=0)
-    ] = 0.0,
-    scale_up_s: Annotated[
-        float,
-        typer.Option(envvar="MILLRACE_SCALE_UP_S", help="Least seconds between a change and more replicas.", min=1),
-    ] = 30.0,
-    scale_down_s: Annotated[
-        float,
-        typer.Option(envvar="MILLRACE_SCALE_DOWN_S", help="Least seconds between a change and fewer replicas.", min=1),
-    ] = 300.0,
+    keep_jobs: KeepJobsOption = KEPT_JOBS,
+    autoscale: AutoscaleOption = "",
+    scaler: ScalerOption = "local",
+    replica_price: PriceOption = 0.0,
+    replica_budget: BudgetOption = 0.0,
+    scale_up_s: UpOption = 30.0,
+    scale_down_s: DownOption = 300.0,
     version: VersionOption = False,
 ) -> None:
     """Starts the coordinator. SIGTERM and SIGINT stop it; jobs continue when it is started again."""
     from services.coordinator.process import Settings  # what it imports takes a second
 
     try:
-        scaled = None
-        if autoscale:
-            scaled = _scaling(*(autoscale, replica_price, replica_budget, scale_up_s, scale_down_s, scaler))
+        scaled = (
+            _scaling(autoscale, replica_price, replica_budget, scale_up_s, scale_down_s, scaler) if autoscale else None
+        )
         settings = Settings(
             http_host,
             http_port,

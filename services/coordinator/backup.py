@@ -13,21 +13,16 @@ from typing import Annotated
 
 import typer
 
-from millrace.errors import InvalidState, MillraceError, Unavailable
+from millrace.errors import InvalidState, MillraceError
 from millrace.local.private import new_private_folder
-from services.coordinator.process import locked
-from services.coordinator.redis_server import RedisServer
+from services.coordinator.options import STATE, RedisOption, StateOption
+from services.coordinator.redis_server import RedisServer, locked
 from services.coordinator.store import Store
 from services.coordinator.store.snapshot import Manifest, load, missing, read, save
 
 ANSWER_S = 10.0
 """How long Redis may take to answer."""
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, no_args_is_help=True)
-RedisOption = Annotated[
-    str, typer.Option(envvar="REDIS_URL", help="Address of Redis; empty: the coordinator's own, in --state-dir.")
-]
-StateOption = Annotated[Path, typer.Option(envvar="MILLRACE_STATE_DIR", help="Folder of the coordinator's own Redis.")]
-STATE = Path("~/.millrace/coordinator")
 
 
 @app.command("save")
@@ -91,12 +86,8 @@ async def _with_store(url: str, state: Path, work: Callable[[Store], Awaitable[N
     async with _redis(url, state, alone=alone) as found:
         store = Store(found)
         try:
-            async with asyncio.timeout(ANSWER_S):
-                await store.connection.wait_until_up()
+            await store.connection.wait_for(ANSWER_S)
             await work(store)
-        except TimeoutError as error:
-            what = f"Redis at {store.connection.name} took no write within {ANSWER_S:g} s."
-            raise Unavailable(what, "start it, or set REDIS_URL to a Redis that runs.") from error
         finally:
             await store.close()
 

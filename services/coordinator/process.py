@@ -2,15 +2,14 @@
 
 import asyncio
 import contextlib
-import fcntl
 import socket
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 
-from millrace.errors import InvalidState, Unavailable
 from millrace.local.private import new_private_folder
 from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
 from millrace.wire.address import host_address, host_name
@@ -27,7 +26,7 @@ from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.span_store import SpanStore
 from services.coordinator.publication.publisher import Publisher
-from services.coordinator.redis_server import RedisServer
+from services.coordinator.redis_server import RedisServer, locked
 from services.coordinator.rest.app import application
 from services.coordinator.scaling.autoscaler import Autoscaler, Scaling
 from services.coordinator.scaling.scalers import Scaler
@@ -85,7 +84,7 @@ class Coordinator:
                     await self._redis.stop()
 
     async def _term(self, url: str, http: socket.socket, stop: asyncio.Event, *, first: bool) -> None:
-        """From the wait for the lease to its end."""
+        """One term: the wait for the lease, and the time until its end."""
         settings, store = self._settings, Store(url)
         own = _holder(settings, http)
         standby = Standby(own, (settings.grpc_host, settings.grpc_port), http, settings.lease_s)
@@ -138,19 +137,7 @@ class Coordinator:
         own, app = identity(), application(components, control, JobViews(components), self._settings.http_host)
         rest = HttpServer(app, certificate_required=own is not None and own.rest_clients_required)
         await grpc.start()
-        old_jobs = expire_jobs(store, self._settings.keep_jobs)
-        watches = (
-            store.leadership.keep(),
-            fleet.watch(),
-            queue.expire(),
-            WaitingEvents(components).run(),
-            old_jobs,
-            spans.run(),
-        )
-        scaled = [Autoscaler(components, *self._settings.autoscale).run()] if self._settings.autoscale else []
-        work = [asyncio.create_task(work) for work in (*watches, *scaled, Runner(components).run())]
-        if self._redis is not None:
-            work.append(asyncio.create_task(self._redis.watch()))
+        work = [asyncio.create_task(each) for each in self._work(components)]
         serving = asyncio.create_task(rest.serve(sockets=[http.dup()]))
         stopping = asyncio.create_task(stop.wait())
         log.info("coordinator started", http=http.getsockname()[:2], grpc=grpc.port, redis=store.connection.name)
@@ -170,31 +157,25 @@ class Coordinator:
             await asyncio.gather(serving, grpc.stop(GRACE_S), return_exceptions=True)
             await fleet.close()
 
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """A lock on the state folder. Raises InvalidState where another coordinator has it."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            what = f"another coordinator uses the state folder {path.parent}."
-            raise InvalidState(what, "stop it, or choose another folder with --state-dir.") from error
-        yield
+    def _work(self, components: Components) -> Iterator[Coroutine[Any, Any, None]]:
+        """What runs beside the servers for as long as this coordinator leads."""
+        settings, store = self._settings, components.store
+        yield store.leadership.keep()
+        yield components.fleet.watch()
+        yield components.queue.expire()
+        yield WaitingEvents(components).run()
+        yield expire_jobs(store, settings.keep_jobs)
+        yield components.spans.run()
+        if settings.autoscale is not None:
+            yield Autoscaler(components, *settings.autoscale).run()
+        yield Runner(components).run()
+        if self._redis is not None:
+            yield self._redis.watch()
 
 
 async def _redis_answers(store: Store, within_s: float | None) -> None:
-    """Waits until Redis is up, at most so long; warns of one that may lose data. Raises Unavailable, and
-    InvalidState for a server of a cluster."""
-    try:
-        async with asyncio.timeout(within_s):
-            await store.connection.wait_until_up()
-    except TimeoutError as error:
-        with contextlib.suppress(StoreDown):
-            await store.connection.check_no_cluster()  # such a server refuses writes
-        what = f"Redis at {store.connection.name} took no write within {within_s:g} s."
-        raise Unavailable(what, "start it, or set REDIS_URL to a Redis that runs and takes writes.") from error
-    await store.connection.check_no_cluster()
+    """Waits until Redis is up, at most so long; warns of one that may lose data. Raises as `Connection.wait_for`."""
+    await store.connection.wait_for(within_s)
     if not await store.connection.is_persistent():
         log.warning(
             "Redis has no append-only file: its data is lost when it ends",

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import os
 import shutil
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import structlog
@@ -16,7 +18,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from millrace.errors import Unavailable
+from millrace.errors import InvalidState, Unavailable
 from millrace.local.private import private_folder
 from millrace.local.sockets import LONGEST, short_root
 from services.coordinator.store.connection import is_closed_transport
@@ -208,3 +210,15 @@ def _make_private(folder: Path) -> None:
             f"{folder} belongs to another user, or others may use it.",
             "remove it, or use a state folder with a shorter path.",
         )
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """A lock on the state folder. Raises InvalidState where another coordinator has it."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            what = f"another coordinator uses the state folder {path.parent}."
+            raise InvalidState(what, "stop it, or choose another folder with --state-dir.") from error
+        yield

@@ -1,6 +1,7 @@
 """The connection to Redis: commands, scripts, and the errors of a Redis that cannot be used."""
 
 import asyncio
+import contextlib
 import hashlib
 import math
 import re
@@ -89,7 +90,7 @@ class Connection:
         """Called with the seconds that each command or script took."""
         self._url = url
         self.epoch = 0
-        """Of this coordinator's lease; 0: it does not lead, and its writes are not fenced."""
+        """Epoch of this coordinator's lease; 0: it does not lead, and its writes are not fenced."""
         self._down = False
         self._large = asyncio.Semaphore(LARGE_AT_ONCE)
         options = {
@@ -132,6 +133,9 @@ class Connection:
         another coordinator leads. `within_s`: for commands of a caller that does not lead, instead of TIMEOUT_S."""
         if self.epoch and any(command[0] not in READS for command in commands):
             return await self._fenced(commands)
+        return await self._transaction(commands, within_s)
+
+    async def _transaction(self, commands: Sequence[Sequence[Any]], within_s: float | None = None) -> list[Any]:
         pipeline = self._redis.pipeline(transaction=True)
         for command in commands:
             pipeline.execute_command(*command)
@@ -153,11 +157,7 @@ class Connection:
         """Commands of a leader, as a script. One with too many parts for it comes after the fence, not within it."""
         if any(len(command) > MOST_PARTS for command in commands):
             await self.run("fenced", [])
-            pipeline = self._redis.pipeline(transaction=True)
-            for command in commands:
-                pipeline.execute_command(*command)
-            answers: list[Any] = await self._answer(pipeline.execute)
-            return answers
+            return await self._transaction(commands)
         found: list[Any] = await self.run("fenced", [], [part for each in commands for part in (len(each), *each)])
         return found
 
@@ -202,7 +202,7 @@ class Connection:
         return answer
 
     def lead(self, epoch: int) -> None:
-        """From now on writes are those of the leader of this epoch, as long as the same Redis answers."""
+        """Makes later writes those of the leader of this epoch, as long as the same Redis answers."""
         self.epoch, self._master = epoch, self._now_at()
 
     def _now_at(self) -> tuple[str, int] | None:
@@ -227,6 +227,18 @@ class Connection:
     async def check(self) -> None:
         """Raises StoreDown, or an error of Redis, if Redis is not up."""
         await self.do("SET", PROBE, "1")
+
+    async def wait_for(self, within_s: float | None) -> None:
+        """Waits until Redis is up, at most so long. Raises Unavailable, and InvalidState for a server of a cluster."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.wait_until_up()
+        except TimeoutError as error:
+            with contextlib.suppress(StoreDown):
+                await self.check_no_cluster()  # such a server refuses writes
+            what = f"Redis at {self.name} took no write within {within_s:g} s."
+            raise Unavailable(what, "start it, or set REDIS_URL to a Redis that runs and takes writes.") from error
+        await self.check_no_cluster()
 
     async def wait_until_up(self) -> None:
         """Waits until Redis is up; asks at intervals that grow to at most 2 s."""

@@ -1,0 +1,50 @@
+"""Options of the coordinator and of its backup. Importing them is cheap: `--help` needs no more."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+STATE = Path("~/.millrace/coordinator")
+StateOption = Annotated[Path, typer.Option(envvar="MILLRACE_STATE_DIR", help="Folder of the coordinator's own Redis.")]
+RedisOption = Annotated[
+    str, typer.Option(envvar="REDIS_URL", help="Address of Redis; empty: the coordinator's own, in --state-dir.")
+]
+AutoscaleOption = Annotated[
+    str, typer.Option(envvar="MILLRACE_AUTOSCALE", metavar="MIN:MAX", help="Scales the replicas; empty: does not.")
+]
+ScalerOption = Annotated[
+    str,
+    typer.Option(
+        envvar="MILLRACE_SCALER", help="What starts and stops replicas: local, or none, if others read the metric."
+    ),
+]
+PriceOption = Annotated[float, typer.Option(envvar="MILLRACE_REPLICA_PRICE", help="Of one replica and hour.", min=0)]
+BudgetOption = Annotated[
+    float, typer.Option(envvar="MILLRACE_REPLICA_BUDGET", help="Of all replicas and hour; 0: no limit.", min=0)
+]
+UpOption = Annotated[
+    float, typer.Option(envvar="MILLRACE_SCALE_UP_S", help="Least seconds between a change and more replicas.", min=1)
+]
+DownOption = Annotated[
+    float,
+    typer.Option(envvar="MILLRACE_SCALE_DOWN_S", help="Least seconds between a change and fewer replicas.", min=1),
+]
+LeaseOption = Annotated[
+    float,
+    typer.Option(
+        envvar="MILLRACE_LEADER_LEASE_S",
+        help="Seconds after which a coordinator that stands by leads, if the leader is gone.",
+        min=1.0,
+        max=60.0,
+    ),
+]
+KeepJobsOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MILLRACE_KEEP_JOBS",
+        help="Jobs that have ended and are kept; of older ones only the output folders stay.",
+        min=0,
+        max=1_000_000,
+    ),
+]
