@@ -12,10 +12,14 @@ from millrace.local.lock import is_running
 from millrace.local.options import StackOptions, pythons
 from millrace.local.ports import free_port
 from millrace.local.scale import scale as ask_for
-from millrace.local.scale import told
+from millrace.local.scale import span, told
 from millrace.local.watchdog import watchdog
 
 MOST_REPLICAS = 64
+STATE = Path("state")
+StateOption = Annotated[
+    Path, typer.Option(help="Folder for data and logs. A stack that is started on it again continues from there.")
+]
 
 
 def up(
@@ -40,9 +44,7 @@ def up(
     standby: Annotated[
         bool, typer.Option(help="Keep a second trainer process that has imported everything, about 0.4 GB.")
     ] = True,
-    state: Annotated[
-        Path, typer.Option(help="Folder for data and logs. A stack that is started on it again continues from there.")
-    ] = Path("state"),
+    state: StateOption = STATE,
     http_host: Annotated[str, typer.Option(help="Address of the REST API; 0.0.0.0 allows other hosts.")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="Port of the REST API; 0: a free port.")] = 7700,
     grpc_port: Annotated[int, typer.Option(help="Port at which the fleet registers; 0: a free port.")] = 7600,
@@ -59,13 +61,7 @@ def up(
     """
     number, between = _number(replicas)
     if is_running(state):
-        sources = {name: context.get_parameter_source(name) for name in context.params}
-        given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-        if between:
-            what = f"another stack runs on the state folder {state}."
-            raise InvalidState(what, "stop it, then start it with --replicas MIN:MAX.")
-        _change_running(state, number, given)
-        return
+        return _change_running(state, number, between, context)
     from millrace.wire.address import require_protection  # imports gRPC
 
     require_protection(http_host, insecure=insecure)
@@ -89,7 +85,7 @@ def up(
 
 def scale(
     replicas: Annotated[int, typer.Argument(help="Number of rollout replicas.", min=0, max=MOST_REPLICAS)],
-    state: Annotated[Path, typer.Option(help="Folder of the stack, as `millrace up --state` has it.")] = Path("state"),
+    state: Annotated[Path, typer.Option(help="Folder of the stack, as `millrace up --state` has it.")] = STATE,
 ) -> None:
     """Start or drain replicas of the running local stack, until there are REPLICAS of them.
 
@@ -107,17 +103,21 @@ def scale(
 
 def _number(replicas: str) -> tuple[int, str]:
     """The number of replicas at the start, and MIN:MAX if they are scaled. Raises InvalidState."""
-    parts = replicas.split(":")
-    numbers = [int(each) if each.isascii() and each.isdigit() else -1 for each in parts]
-    if len(parts) > 2 or sorted(numbers) != numbers or not 0 <= numbers[0] <= numbers[-1] <= MOST_REPLICAS:
+    found = span(replicas, MOST_REPLICAS)
+    if found is None:
         what = f"--replicas: {replicas!r} is neither a number nor MIN:MAX."
         raise InvalidState(what, f"write numbers from 0 to {MOST_REPLICAS}, the first one at most the second.")
-    return numbers[0], replicas if len(parts) == 2 else ""
+    return found[0], replicas if ":" in replicas else ""
 
 
-def _change_running(state: Path, replicas: int, given: list[str]) -> None:
+def _change_running(state: Path, replicas: int, between: str, context: typer.Context) -> None:
     """`millrace up` on a state folder whose stack runs already."""
-    if others := sorted(set(given) - {"replicas", "state"}):
+    if between:
+        what = f"another stack runs on the state folder {state}."
+        raise InvalidState(what, "stop it, then start it with --replicas MIN:MAX.")
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    if others := sorted(given - {"replicas", "state"}):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in others)
         what = f"another stack runs on the state folder {state}, whose {options} cannot be changed while it runs."
         raise InvalidState(what, "stop it first, or give --state another folder.")

@@ -27,6 +27,14 @@ class Asked:
     """Names the request in its answer."""
 
 
+def span(text: str, most: int) -> tuple[int, int] | None:
+    """The two numbers of `MIN:MAX`, or twice that of `N`; None for anything else, and beyond `most`."""
+    numbers = [int(each) if each.isascii() and each.isdigit() else -1 for each in text.split(":")]
+    if len(numbers) > 2 or not 0 <= numbers[0] <= numbers[-1] <= most:
+        return None
+    return numbers[0], numbers[-1]
+
+
 def asked(folder: Path) -> Asked | None:
     """The newest request."""
     try:

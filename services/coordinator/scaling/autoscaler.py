@@ -9,6 +9,7 @@ import structlog
 from millrace import events
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import JobId
+from millrace.local.scale import span
 from millrace.rest import MemberState
 from millrace.spec.pool import ROLLOUT
 from millrace.telemetry.metrics.prometheus import coordinator as names
@@ -36,15 +37,14 @@ class Scaling:
 
 
 def limits(text: str, price: float, budget: float) -> Limits:
-    """From `MIN:MAX`. Raises InvalidState for anything else."""
-    lowest, colon, highest = text.partition(":")
-    numbers = [int(each) if each.isascii() and each.isdigit() else -1 for each in (lowest, highest)]
-    if not colon or not 0 <= numbers[0] <= numbers[1] <= MOST_REPLICAS or numbers[1] == 0:
+    """The limits of `MIN:MAX`. Raises InvalidState for anything else."""
+    numbers = span(text, MOST_REPLICAS)
+    if ":" not in text or numbers is None or numbers[1] == 0:
         what = f"--autoscale: {text!r} is not MIN:MAX."
         raise InvalidState(what, f"write two numbers of replicas, the first at most the second, up to {MOST_REPLICAS}.")
     if budget and not price:
         raise InvalidState("--replica-budget: has no --replica-price.", "give the price of one replica and hour.")
-    return Limits(numbers[0], numbers[1], price, budget or float("inf"))
+    return Limits(*numbers, price, budget or float("inf"))
 
 
 class Autoscaler:
