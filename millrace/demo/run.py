@@ -78,10 +78,8 @@ def demo(
 
     Status 0 only if the reward on held-out cases rose by the margin that the README states.
     """
-    begun = time.monotonic()
-    chosen = _size(size)
+    begun, chosen, state = time.monotonic(), _size(size), _writable(state)
     family = _family(model, chosen)
-    state = _writable(state)
     options = StackOptions(
         # A stack's state is not shared between runs: each demo begins with an empty ledger.
         state=str(state / time.strftime("stack-%Y%m%d-%H%M%S")),

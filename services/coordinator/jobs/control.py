@@ -253,14 +253,17 @@ def _digest(tree: Any) -> str:
     return hashlib.sha256(parse(tree).model_dump_json().encode()).hexdigest()
 
 
-def _named(job: JobRecord, user: str) -> str:
-    """The id of the job, for its user, the fleet and callers without a user; other users learn no id."""
-    return job.id if user in ("", FLEET, job.user) else "a job of another user"
+ANOTHERS = "a job of another user"
+
+
+def _may_know(job: JobRecord, user: str) -> bool:
+    """Whether `user` may know of the job: its own user, the fleet, and callers without a user."""
+    return user in ("", FLEET, job.user)
 
 
 def _writes(job: JobRecord, user: str) -> str:
     """Says to `user` that the job, which has not ended, writes to its output."""
-    return f"{job.id} is {job.state} and writes" if (named := _named(job, user)) == job.id else f"{named} writes"
+    return f"{job.id} is {job.state} and writes" if _may_know(job, user) else f"{ANOTHERS} writes"
 
 
 def _output_mistakes(output: str, users: Sequence[JobRecord], user: str) -> Iterator[Mistake]:
@@ -272,7 +275,7 @@ def _output_mistakes(output: str, users: Sequence[JobRecord], user: str) -> Iter
             fix = "give another folder ({id} in its path makes one for each job)."
             yield wrong_value("output", output, reason, fix)
             return
-    resume = users and users[-1].state is not JobState.SUCCEEDED and _named(users[-1], user) == users[-1].id
+    resume = users and users[-1].state is not JobState.SUCCEEDED and _may_know(users[-1], user)
     others = [f"continue {users[-1].name} with `millrace resume {users[-1].id}`"] if resume else []
     yield from left_checkpoints(output, others)
 
@@ -287,7 +290,7 @@ def _check_checkpoints(job: JobRecord, users: Sequence[JobRecord]) -> None:
             what = f"{job.id} cannot be resumed: {_writes(other, job.user)} to its output, {job.output}."
             raise InvalidState(what, "submit a new job with another folder.")
         if other.checkpoint and Path(other.checkpoint).is_dir():
-            owner = _named(other, job.user)
+            owner = other.id if _may_know(other, job.user) else ANOTHERS
             what = f"{job.id} cannot be resumed: the checkpoints in its output, {job.output}, are those of {owner}."
             raise InvalidState(what, "submit a new job with another folder.")
 

@@ -23,10 +23,10 @@ NEEDED_GAIN = 0.25
 """More replicas have to bring this part of the speed that so many more could bring."""
 GROWTH = 2
 """A change at most multiplies the number of replicas by this, and at most divides it by this."""
-
-
 LONGEST_MEMORY = 8
 """A number that failed is not tried again for at most this multiple of `Pace.memory_s`."""
+MORE = 1.25
+"""A ceiling is passed again when the demand is above this multiple of what it was; or after LONGEST_MEMORY."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Limits:
     lowest: int
     highest: int
     price: float = 0.0
-    """Of one replica and hour, in the unit of `budget`."""
+    """Price of one replica and hour, in the unit of `budget`."""
     budget: float = math.inf
     """The most that all replicas together may cost an hour."""
 
@@ -105,7 +105,7 @@ class Seen:
 
     @property
     def least_demand(self) -> float:
-        """The same if each of them had as much to do all the time as one has now at most."""
+        """Replicas that would keep the trainer fed if each had as much to do all the time as one has now at most."""
         return self.ready * self.load / max(1.0 - self.wait, LEAST_WORK)
 
 
@@ -116,7 +116,7 @@ class Barred:
     replicas: int
     until: float
     demand: float = 0.0
-    """Of a ceiling: the demand for which more replicas brought too little."""
+    """A ceiling's: the demand for which more replicas brought too little."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class State:
         return cls(wanted, now, now)
 
     def forget(self) -> "State":
-        """Without what was learnt from a job."""
+        """The state without what was learnt from a job."""
         return replace(self, grown=None, shrunk=False, floor=None, ceiling=None, failures=0)
 
 
@@ -155,10 +155,6 @@ class Decision:
     wanted: int
     reason: ScalingReason
     message: str
-
-
-MORE = 1.25
-"""A ceiling is passed again when the demand is above this multiple of what it was; or after LONGEST_MEMORY."""
 
 
 def decide(state: State, seen: Seen, long: Seen, limits: Limits, pace: Pace) -> tuple[State, Decision | None]:
@@ -269,7 +265,7 @@ def _is_settled(state: State, seen: Seen) -> bool:
 
 
 def _judged(state: State, seen: Seen, pace: Pace) -> State:
-    """Without the last increase, once it has had its effect."""
+    """The state without the last increase, once that has had its effect."""
     if not _is_settled(state, seen) or seen.steps < 2 * pace.up_steps:
         return state
     return replace(state, grown=None)

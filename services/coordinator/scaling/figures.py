@@ -62,13 +62,17 @@ class Stretch:
 
     def add(self, look: Look, seconds: float) -> None:
         """Counts what was seen for so many seconds."""
-        self.seconds += seconds
-        self.wait_s += seconds * look.waits
-        self.busy_s += seconds * look.busy
-        self.replica_s += seconds * look.ready
-        self.sample_s += seconds * look.running
-        self.fullest = max(self.fullest, look.fullest)
-        self.prompts = max(self.prompts, look.prompts)
+        seen = Stretch(
+            whole=False,
+            seconds=seconds,
+            wait_s=seconds * look.waits,
+            busy_s=seconds * look.busy,
+            replica_s=seconds * look.ready,
+            sample_s=seconds * look.running,
+            fullest=look.fullest,
+            prompts=look.prompts,
+        )
+        self.join(seen)
 
     def join(self, other: "Stretch") -> None:
         """Adds another one."""
@@ -92,7 +96,7 @@ class Figures:
         self._whole: deque[Stretch] = deque(maxlen=MOST_STEPS)
         self._whole_s = 0.0
         self._began: float | None = None
-        """When the step in progress began; None if that was not seen."""
+        """Time at which the step in progress began; None if that was not seen."""
         self._step_s = 0.0
         """How long the last step took, whatever the pool was."""
 
@@ -125,8 +129,8 @@ class Figures:
 
     def seen(self, window_s: float) -> Seen:
         """What was measured in the newest whole steps, at least LEAST_STEPS and `window_s`, as far as there are so
-        many; the step in progress counts
-        if it takes longer than they did, and much longer than the last one. Raises ValueError before the first look."""
+        many. The step in progress counts if it takes longer than they did, and much longer than the last one. Raises
+        ValueError before the first look."""
         if self._last is None:
             raise ValueError("nothing was looked at yet")
         look, total, steps = self._last, Stretch(whole=False), 0
