@@ -36,17 +36,17 @@ class Day:
     lowest: int = 1
     highest: int = 8
     budget: float = 24.0
-    """For an hour, all replicas together."""
+    """Most that all replicas together may cost an hour."""
     price: tuple[float, float] = (2.0, 6.0)
-    """Of a replica and hour: at night, in the afternoon."""
+    """Price of a replica and hour: at night, in the afternoon."""
     tokens: tuple[float, float] = (300.0, 2400.0)
     """Median length of an answer: at night, in the afternoon. One in fifty is eight times as long."""
     start_s: float = 180.0
-    """From the order until a replica serves."""
+    """Seconds from the order until a replica serves."""
     notices: float = 0.25
     """Spot notices of a replica and hour."""
     deaths: float = 0.05
-    """Of a replica and hour, without notice."""
+    """Deaths of a replica and hour, without notice."""
     seed: int = 0
 
     def height(self, time_s: float) -> float:
@@ -78,7 +78,7 @@ class Watched(Simulation):
         return [each for each in self._engines if each not in self._draining]
 
     def number(self, engine: Engine) -> int:
-        """Of the replica, as `Fault` has it."""
+        """Number of the replica, as `Fault` has it."""
         return self._joined.index(engine)
 
     @property

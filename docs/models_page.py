@@ -38,7 +38,7 @@ class Family:
 
     @property
     def tests(self) -> dict[str, str]:
-        """By backend or engine the test of each that runs the family."""
+        """The test that runs the family, by backend or engine."""
         recurrent = RECURRENT.issuperset(self.types)
         found = {"FSDP2": f"{FSDP2}{'test_recurrent' if recurrent else 'test_sweep'}.py"} if self.fsdp2 else {}
         if self.megatron:

@@ -69,9 +69,9 @@ class Connection:
         given = url or os.environ.get("MILLRACE_URL") or default_url()
         self._urls = [each.strip().rstrip("/") for each in given.split(",")]
         self.url = self._urls[0]
-        """Of the coordinator that is asked."""
+        """Address of the coordinator that is asked."""
         self._led_at = -math.inf
-        """When that one led last, in time.monotonic()."""
+        """Time at which that one led last, in time.monotonic()."""
         self._token = token
         self._timeout_s = timeout_s
         self._patience_s = patience_s
@@ -110,7 +110,7 @@ class Connection:
         return ready
 
     def _connection(self) -> httpx.Client:
-        """To the coordinator that leads, where several are named."""
+        """A client of the coordinator that leads, if several are named."""
         if len(self._urls) > 1 and time.monotonic() - self._led_at > LED_FOR_S:
             any(self._is_ready(url, LEADER_WITHIN_S) for url in self._in_order())
         return self._client(self.url)

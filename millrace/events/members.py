@@ -118,7 +118,7 @@ class ScalingReason(StrEnum):
     NO_WORK = "no_work"
     """No job has needed replicas for a while."""
     BUDGET = "budget"
-    """So many replicas cost more than the budget."""
+    """The replicas cost more than the budget."""
     LIMITS = "limits"
     """Somebody changed the limits."""
 

@@ -16,7 +16,7 @@ class Renamed:
     old: str
     new: str
     convert: Callable[[Any], Any] = lambda value: value
-    """From the old value to the new one. A value that the old field did not allow stays as it is."""
+    """Makes the new value of the old one. A value that the old field did not allow stays as it is."""
     until: str = ""
     """The last release that wrote the old name."""
 

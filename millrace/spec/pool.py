@@ -45,7 +45,7 @@ class Judge(StrictModel):
     options: dict[str, Any] = Field({"temperature": 0.0}, examples=[{"temperature": 0.0, "max_tokens": 512}])
     """Further fields of each request."""
     api_key: SecretReference | None = Field(None, examples=["env:JUDGE_API_KEY"])
-    """Where each replica reads the key for `url`: `env:NAME` or `file:/path`. null: none is sent."""
+    """The place of the key for `url`, on each replica: `env:NAME` or `file:/path`. null: none is sent."""
     max_concurrent: int = Field(16, ge=1, le=4096)
     """Requests of one replica at a time."""
     timeout_s: float = Field(60.0, ge=limits.SHORTEST_S, le=limits.LONGEST_S)

@@ -112,8 +112,8 @@ class Tracking(StrictModel):
     project: str = "millrace"
     """Project in Weights & Biases, experiment in MLflow."""
     api_key: SecretReference | None = Field(None, examples=["env:TEAM_WANDB_KEY"])
-    """Where the coordinator reads the key of Weights & Biases: `env:NAME` or `file:/path`. null: WANDB_API_KEY of the
-    coordinator."""
+    """The place of the key of Weights & Biases, on the coordinator: `env:NAME` or `file:/path`. null: the coordinator's
+    WANDB_API_KEY."""
     offline: bool = False
     """true: Weights & Biases and MLflow write into the output folder and send nothing: docs/running.md."""
     samples_per_step: int = Field(4, ge=0, le=1000)

@@ -94,7 +94,7 @@ class Peer:
         none."""
         self._addresses = addresses(address)
         self.address = self._addresses[0]
-        """Where calls go."""
+        """The address that calls go to."""
         self.deadlines = deadlines
         self._identity = identity()
         self._line = _Line(self.address, self._identity)

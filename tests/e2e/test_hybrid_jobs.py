@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(600)]
 that joins."""
 SAME_VERSION = "rollout_corr/k3_kl/same_version"
 CLOSE = 5e-7
-"""Of log-probabilities that differ by 1e-3."""
+"""KL of log-probabilities that differ by 1e-3."""
 
 
 def trained(
@@ -54,7 +54,7 @@ def serving(client: Any) -> int:
 
 
 def test_a_replica_joins_a_job_of_changes(start, another_replica, job, tmp_path):
-    """Of a folder with a tower: it comes through, and the language model in it is the trained one."""
+    """A folder with a tower: it comes through, and the language model in it is the trained one."""
     job["publication"] = {"path": "delta"}
     client, done = trained(start, another_replica, job, tmp_path / "model", "qwen3_5_moe", late=True)
     publications = [event.data for event in client.events(done.id, follow=False) if event.kind == "publication.done"]

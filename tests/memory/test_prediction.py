@@ -259,7 +259,7 @@ def test_a_replica_keeps_keys_and_values_in_what_is_left() -> None:
 
 @pytest.mark.parametrize(("dtype", "stated"), [("bfloat16", None), ("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_a_request_keeps_states_where_layers_are_recurrent(dtype: str, stated: str | None, tmp_path: Path) -> None:
-    """As vLLM lays them out for the same sizes."""
+    """The states have the sizes that vLLM gives them."""
     mamba = pytest.importorskip("vllm.model_executor.layers.mamba.mamba_utils")
     text: dict[str, Any] = {**SIZES, "mamba_ssm_dtype": stated}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))

@@ -107,8 +107,8 @@ def test_no_step_takes_less_than_the_longer_side_at_full_load(job: Setting, step
 @settings(max_examples=30, deadline=None)
 @given(jobs(lengths=st.integers(1, 60).map(lambda length: [float(length)])))
 def test_more_staleness_is_never_slower_where_all_answers_are_as_long(job: Setting) -> None:
-    """Up to the first steps, which share the engine with the prompts of later ones. On one replica:
-    three prompts of a higher bound on two replicas leave one of them fuller, and so slower, however fair they share."""
+    """The first steps may be slower: they share the engine with the prompts of later ones. On one replica: three
+    prompts of a higher bound on two replicas leave one of them fuller, and so slower, however fair they share."""
     plain = replace(job, recompute_cache=False, pause_s=0.0, replicas=1)
     steps = 24
     seconds = [Simulation(replace(plain, max_staleness=bound)).run(steps)[-1].end_s for bound in range(4)]

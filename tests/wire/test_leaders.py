@@ -39,7 +39,7 @@ class Fleet(fleet_pb2_grpc.FleetServicer):
 
 
 def played(use: Callable[[list[Fleet], list[Server]], Awaitable[None]]) -> None:
-    """With two servers that answer with the epochs 1 and 2, and both say that they lead."""
+    """Two servers answer with the epochs 1 and 2, and both say that they lead."""
 
     async def run() -> None:
         fleets = [Fleet(1), Fleet(2)]

@@ -81,7 +81,7 @@ class Recurrence:
     """Layers of GatedDeltaNet (arXiv 2412.06464), which keep states of one size in place of keys and values."""
 
     layers: tuple[bool, ...]
-    """For each layer whether it is one."""
+    """Whether each layer of the model is one."""
     key_heads: int
     value_heads: int
     key_dim: int
@@ -97,7 +97,7 @@ class Recurrence:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_width
 
     @property

@@ -44,7 +44,7 @@ class Leadership:
 
     @property
     def epoch(self) -> int:
-        """Of this coordinator's lease; 0 where it has not led."""
+        """Epoch of this coordinator's lease; 0 if it has not led."""
         return self._redis.epoch
 
     async def take(self, holder: Holder, lease_s: float, *, back: bool = False) -> Holder | None:

@@ -25,7 +25,7 @@ from services.coordinator.store.connection import LARGE_S
 from services.coordinator.store.leadership import LEADER
 
 FORMAT = 1
-"""Of the file and of the keys. Raised when an earlier release could not read them."""
+"""Format of the file and of the keys. It is raised when an earlier release could not read them."""
 HEAD = struct.Struct("<IQq")
 LARGEST_BYTES = 2 << 30
 """What a Redis may hold for a backup by one script, which everything else waits for."""

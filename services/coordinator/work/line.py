@@ -11,8 +11,8 @@ from millrace.ids import MemberId
 AT_ONCE = 8
 """Members that look for leases at the same time after a ring."""
 MOST_SORTED = 64
-"""Up to so many members that wait, those with the most free slots look first. More look in the order in which they
-came: sorting them for every look would cost too much."""
+"""Members that wait, those with the most free slots first, if they are no more than this. More look in the order in
+which they came: sorting them for every look would cost too much."""
 TRUSTED_S = 5.0
 """For so long it is believed that there are no leases."""
 
@@ -33,7 +33,7 @@ class Line:
         self._free: dict[MemberId, int] = {}
         """Samples that each member in the line could start."""
         self._claiming: dict[MemberId, int] = {}
-        """The same of members that claim leases, or are about to."""
+        """Samples that each member could start that claims leases, or is about to."""
         self._turn = asyncio.Lock()
         self._served: set[MemberId] = set()
         """Members that got leases since the last ring."""

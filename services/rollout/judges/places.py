@@ -91,6 +91,6 @@ class JudgePool:
 
 
 def place_of(term: JudgeTerm, pools: Mapping[str, PoolClient]) -> JudgePlace:
-    """Where a judge is; `pools` are those of the job, by name. Raises InvalidJob where its key cannot be read here."""
+    """The place of a judge; `pools` are those of the job, by name. Raises InvalidJob if its key cannot be read here."""
     pool = term.judge.pool
     return JudgeUrl(term.judge, term.field) if pool is None else JudgePool(pools[pool].members)

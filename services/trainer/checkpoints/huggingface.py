@@ -125,8 +125,8 @@ INNER = "language_model."
 
 
 def names_in(model: Path, weights: Path | None = None) -> Callable[[str], str]:
-    """From the name of a trained tensor to its name in the folder `model`, where the language model may lie inside
-    another one. A name that the folder has in neither form stays as it is."""
+    """A function from the name of a trained tensor to its name in the folder `model`, where the language model may
+    lie inside another one. A name that the folder has in neither form stays as it is."""
     names: frozenset[str] = frozenset()
     if readable(model, weights):
         with ModelFiles(model, weights) as files:

@@ -30,7 +30,7 @@ def with_store(url: str, scenario: Callable[[Store], Awaitable[Answer]]) -> Answ
 
 
 async def lead(store: Store) -> None:
-    """From now on the store's writes are those of the coordinator that leads."""
+    """Makes the store's later writes those of the coordinator that leads."""
     assert await store.lead(Holder("here", "127.0.0.1:1", "http://127.0.0.1:2"), 60.0, back=True) is None
 
 

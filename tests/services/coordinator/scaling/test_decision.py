@@ -59,7 +59,7 @@ def test_limits_and_budget_hold_whatever_is_measured(
 
 @given(measured(), shares, shares, st.integers(1, 8))
 def test_more_load_never_asks_for_fewer_replicas(seen: Seen, first: float, second: float, wanted: int) -> None:
-    """In what the trainer waits for, and in what replicas are busy with."""
+    """More load: the trainer waits longer, or replicas are busy for longer."""
     state = State.of(wanted, -1e6)
     for name in ("wait", "busy"):
         few, many = (replace(seen, **{name: share}, load=0.0) for share in sorted((first, second)))

@@ -29,7 +29,7 @@ def test_a_language_model_inside_another_is_seen(wrapper: Path) -> None:
 
 
 def test_a_config_without_kinds_of_layers_is_seen(tmp_path: Path) -> None:
-    """As Qwen3-Next was published, with `full_attention_interval` instead."""
+    """The config of Qwen3-Next as it was published, with `full_attention_interval` instead."""
     sizes = {name: value for name, value in SIZES.items() if name != "layer_types"}
     stated = {"model_type": "qwen3_next", "full_attention_interval": 2, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(stated))

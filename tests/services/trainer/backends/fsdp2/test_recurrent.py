@@ -156,7 +156,7 @@ def test_adapters_are_for_attention_and_mlp(hybrids: Callable[[str], Path]) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_prediction_counts_what_the_model_has(hybrids: Callable[[str], Path], kind: str) -> None:
-    """Without biases, some norms, and the gate of shared experts."""
+    """The model without biases, some norms, and the gate of shared experts."""
     folder = hybrids(kind)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     shape, cost = decoder_shape(folder), sequence_cost(model.config, model)
