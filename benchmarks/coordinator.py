@@ -30,8 +30,7 @@ import psutil
 
 from millrace.contracts.methods import FleetRpc, WorkRpc
 from millrace.contracts.v1 import common_pb2, fleet_pb2, rollout_pb2, weights_pb2, work_pb2
-from millrace.data.row import PromptRow
-from millrace.data.write import write_rows
+from millrace.data.row import PromptRow, write_rows
 from millrace.errors import MillraceError, NotFound
 from millrace.rest import ENDED, JobState
 from millrace.weights.plans import wire_layouts

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from millrace import hub
 from millrace.data import PromptRow
-from millrace.data.write import write_rows
+from millrace.data.row import write_rows
 from millrace.errors import InvalidJob, MillraceError
 from recipes import dapo_math, gsm8k
 

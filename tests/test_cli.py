@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from millrace import __version__
 from millrace.cli import app
 from millrace.client import Client
-from millrace.demo.reverse import write_data
+from millrace.demo.tasks import write_data
 from millrace.errors import InvalidJob, InvalidState, NotFound
 from millrace.local import child_processes
 from millrace.spec import load

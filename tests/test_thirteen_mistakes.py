@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from millrace.cli import app
 from millrace.client import Client
-from millrace.data.row import PromptRow
-from millrace.data.write import write_rows
+from millrace.data.row import PromptRow, write_rows
 from millrace.errors import InvalidJob
 from tests.models import save_tiny_model
 from tests.services.coordinator.conftest import running

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from millrace import events, rest
-from millrace.report.contents import JobReport
+from millrace.report import JobReport
 from millrace.rest.diagnosis import DiagnosisView
 from millrace.rest.timeline import TimelineView
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from millrace.data.row import PromptRow
-from millrace.data.write import write_rows
+from millrace.data.row import PromptRow, write_rows
 from tests.models import save_tiny_model
 
 ROWS = 48

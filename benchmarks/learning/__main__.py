@@ -20,8 +20,8 @@ from benchmarks.learning.results import Result, Results
 from millrace.client import Client
 from millrace.demo.run import ENVIRONMENT, MARGIN, model_folder
 from millrace.errors import InvalidState, MillraceError
+from millrace.local.host import free_port
 from millrace.local.options import StackOptions
-from millrace.local.ports import free_port
 from millrace.local.stack import Stack
 from millrace.rest import JobState
 from millrace.terminal.output import print_error
@@ -103,7 +103,7 @@ def _train(missing: list[Run], comparison: Comparison, results: Results, state: 
 
 def _prepared(state: Path, seed: int) -> tuple[Path, Path]:
     from millrace.demo.model import WarmUp, made_model
-    from millrace.demo.reverse import write_data
+    from millrace.demo.tasks import write_data
 
     made_model(model_folder(state, seed), WarmUp(seed=seed))
     return write_data(state / f"data-{seed}", seed)

@@ -33,7 +33,7 @@ from benchmarks.shapes import config_of
 from millrace.bench.layouts import TrainerLayout, manifest
 from millrace.bench.publication import SHARING
 from millrace.bench.shapes import SHAPES, shape_of
-from millrace.demo.tokenizer import byte_tokenizer
+from millrace.demo.model import byte_tokenizer
 from millrace.local.host import visible_devices
 from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs

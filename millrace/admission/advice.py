@@ -7,7 +7,7 @@ from pathlib import Path
 from millrace.backends import BACKENDS
 from millrace.descriptors import Hosts, imported
 from millrace.errors import InvalidJob, Mistake, wrong_value
-from millrace.lora.asked import absent
+from millrace.lora import absent
 from millrace.megatron.adapters import EXPERTS, linear_layers
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.weights import LOCAL

@@ -25,8 +25,8 @@ from millrace.descriptors import imported
 from millrace.environments.registry import check as check_environment
 from millrace.errors import InvalidJob, Mistake, Unavailable, refused, wrong_value
 from millrace.ids import JobId, new_job_id
-from millrace.lora.asked import with_folder
-from millrace.lora.folder import FIELD as ADAPTER_FIELD
+from millrace.lora import FIELD as ADAPTER_FIELD
+from millrace.lora import with_folder
 from millrace.rewards import NEED_TRUTHS, Term
 from millrace.rewards import check as check_reward
 from millrace.rewards.locate import Target

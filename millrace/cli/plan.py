@@ -110,7 +110,7 @@ def plan(
 def _search(request: "Request", smallest: bool, as_json: bool) -> None:
     """Prints the layouts that fit. Raises InvalidJob where none does."""
     from millrace.errors import refused
-    from millrace.planner import search, search_text
+    from millrace.planner import search, text
 
     gpus = search.fewest(request) if smallest else request.cluster.trainer_gpus
     found = search.proposals(request.on(gpus)) if gpus else []
@@ -119,8 +119,8 @@ def _search(request: "Request", smallest: bool, as_json: bool) -> None:
         fix = "leave --trainer-gpus out to find the fewest, lower trainer.token_budget, or give larger GPUs or hosts."
         raise refused("--trainer-gpus", request.cluster.trainer_gpus, reason, fix)
     if as_json:
-        return print_json({"trainer_gpus": gpus, "layouts": search_text.as_list(found)})
-    for line in search_text.lines(request.spec, found):
+        return print_json({"trainer_gpus": gpus, "layouts": text.as_list(found)})
+    for line in text.found_lines(request.spec, found):
         people().print(line, markup=False)
 
 

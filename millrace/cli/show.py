@@ -230,8 +230,7 @@ def report(
 
     The file needs no network and no other file, so it can be sent to others and kept. The job may still run.
     """
-    from millrace.report.contents import gather
-    from millrace.report.page import report_page
+    from millrace.report import gather, report_page
 
     with connect(url) as client:
         contents = gather(client, job_id(client, job), samples)

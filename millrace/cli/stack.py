@@ -8,9 +8,9 @@ import typer
 
 from millrace.engines import ENGINE_NAMES
 from millrace.errors import InvalidState
+from millrace.local.host import free_port
 from millrace.local.lock import is_running
 from millrace.local.options import StackOptions, pythons
-from millrace.local.ports import free_port
 from millrace.local.scale import scale as ask_for
 from millrace.local.scale import span, told
 from millrace.local.watchdog import watchdog

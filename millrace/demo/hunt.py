@@ -12,6 +12,7 @@ from pathlib import Path
 
 from millrace.data.row import PromptRow
 from millrace.demo.task import Task, Turn
+from millrace.environments import Environment, Message, Row, Step, tool
 
 LETTERS = "abcdefghij"
 DATA_SOURCE = "demo/hunt"
@@ -69,3 +70,24 @@ def found(places: str, word: str, number: int) -> str:
 
 def _word(rng: random.Random) -> str:
     return "".join(rng.choices(LETTERS, k=WORD))
+
+
+class Hunt(Environment):
+    """An episode earns 1 for the hidden word."""
+
+    async def reset(self, row: Row) -> list[Message]:
+        self.word, self.places = str(row["ground_truth"]), str(row["extra_info"]["places"])
+        return list(row["prompt"])
+
+    @tool
+    async def open(self, place: str) -> str:
+        """Opens a place, and says what is there: the next place, or the word.
+
+        Args:
+            place: The letter of the place.
+        """
+        number = self.places.find(place) if len(place) == 1 else -1
+        return found(self.places, self.word, number) if number >= 0 else "empty"
+
+    async def step(self, message: Message) -> Step:
+        return [], float(message["content"] == self.word), True

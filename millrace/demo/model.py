@@ -1,5 +1,5 @@
 """A Qwen3 of 427,000 parameters, or of 19 million for GPUs, or a Qwen3.5 of 462,000, warmed until it gets the task
-right now and then.
+right now and then. Its tokenizer needs no training: 256 byte symbols, no merges, three special tokens, ChatML.
 
 The demonstrations are wrong more often than right: most of them copy the word instead of turning it round, or give the
 hunt up. So both are in the model's distribution and reinforcement has to choose between them. Warmed on right ones
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -28,10 +29,16 @@ from transformers.utils.logging import disable_progress_bar
 
 from millrace.demo.task import Turn
 from millrace.demo.tasks import TASKS
-from millrace.demo.tokenizer import byte_tokenizer
 
 IGNORED = -100
 """The label of tokens without loss."""
+END_OF_TEXT, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 Size = Literal["small", "grown"]
 Family = Literal["qwen3", "qwen3.5"]
 FAMILIES: tuple[Family, ...] = ("qwen3", "qwen3.5")
@@ -69,6 +76,21 @@ LEARNING_RATES: dict[Size, float] = {"small": 2e-3, "grown": 5e-4}
 """Settings of the supervised run."""
 Demonstration = tuple[list[int], list[int]]
 """Token ids of a conversation, and its labels: the ids that the policy says, IGNORED for all others."""
+
+
+def byte_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """259 tokens and `more`: every other text is one token a byte, and decodes to itself."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in (END_OF_TEXT, TURN, END_OF_TURN)])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in more])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+    made.chat_template = CHAT_TEMPLATE
+    return made
 
 
 @dataclass(frozen=True)

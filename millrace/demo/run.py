@@ -18,8 +18,8 @@ from millrace.backends import BACKEND_NAMES
 from millrace.client import Client
 from millrace.engines import ENGINE_NAMES
 from millrace.errors import InvalidJob, InvalidState
+from millrace.local.host import free_port
 from millrace.local.options import StackOptions, pythons
-from millrace.local.ports import free_port
 from millrace.local.stack import Stack
 from millrace.rest import JobState, JobView, LedgerView, StepMetrics
 from millrace.rest.coverage import covered

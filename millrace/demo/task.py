@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from millrace.data.row import PromptRow
-from millrace.data.write import write_rows
+from millrace.data.row import PromptRow, write_rows
 
 TRAIN, HELD_OUT = 2048, 256
 """Number of rows."""

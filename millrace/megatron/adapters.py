@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from millrace.backends.megatron import MegatronOptions
-from millrace.lora.asked import AskedAdapter
+from millrace.lora import AskedAdapter
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.placement import Piece, Placement, Tensor
 from millrace.megatron.topology import Topology

@@ -12,8 +12,7 @@ from pathlib import Path
 from millrace.backends.megatron import MegatronOptions, parse
 from millrace.descriptors import Hosts
 from millrace.errors import InvalidJob, Mistake, refused, wrong_value
-from millrace.lora.asked import AskedAdapter
-from millrace.lora.folder import FIELD
+from millrace.lora import FIELD, AskedAdapter
 from millrace.megatron.adapters import choose_layers, is_of_expert
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.architectures.shape import ModelShape

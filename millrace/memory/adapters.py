@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from millrace.lora.folder import read_adapter_folder
+from millrace.lora import read_adapter_folder
 from millrace.megatron.adapters import EXPERTS, WEIGHT
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.memory.layers import LayerParameters, Matrix, linear_layers

@@ -1,6 +1,6 @@
 """A plan: memory, seconds of each part of a step, what waits for what, and what it costs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -10,20 +10,27 @@ from millrace.memory.ledger import KEPT, Ledger, Prediction, peak
 from millrace.memory.prediction import predict
 from millrace.memory.text import fits
 from millrace.planner import constants, generation
-from millrace.planner.generation import Generation
+from millrace.planner.generation import Generation, quantiles, shuffled
 from millrace.planner.hardware import Gpu, Links
 from millrace.planner.publishing import PublicationTimes, publication_times, turn_seconds
 from millrace.planner.replica import Replica, replica_of
-from millrace.planner.simulated import simulated
-from millrace.planner.trainer.layout import PLANNED, Imbalance, Layout, layout_of
+from millrace.planner.trainer.layout import PLANNED, Cause, Imbalance, Layout, layout_of, total
 from millrace.planner.trainer.times import Trainer, TrainingTimes, training_times
 from millrace.planner.workload import Workload
+from millrace.simulation.job import simulate
 from millrace.simulation.outcome import Outcome
+from millrace.simulation.setting import Cycled, Setting, TrainerRate, reduced
 from millrace.spec import JobSpec
 from millrace.spec.passes import needs_whole_batch
 
 HOUR_S = 3600.0
 MILLION = 1e6
+MOST_ANSWERS = 1024
+"""Answers of a step that are simulated."""
+LEAST_STEPS, MOST_STEPS = 6, 24
+"""Steps that are simulated: more of a small job, whose steps differ more."""
+ONCE = (Cause.OPTIMIZER, Cause.DATA, Cause.OFFLOAD)
+"""What an update spends once, however many tokens it has."""
 
 
 class Limit(StrEnum):
@@ -218,3 +225,39 @@ def _turns(spec: JobSpec, shape: ModelShape, memory: Prediction, gpu: Gpu) -> fl
     engine."""
     kept = max(sum(ledger.device.get(part, 0.0) for part in KEPT) for ledger in memory.values())
     return 2 * kept / Links(gpu).to_host + turn_seconds(spec, shape)
+
+
+def simulated(
+    replica: Replica,
+    replicas: int,
+    work: Workload,
+    training: TrainingTimes,
+    publication: PublicationTimes,
+    *,
+    streaming: bool,
+) -> Outcome:
+    """Steps of the job, each with the same lengths. Raises InvalidState for a job that cannot go on."""
+    once = sum(training.update.get(cause, 0.0) for cause in ONCE)
+    each = total(training.scoring) + total(training.update) - once
+    whole = Setting(
+        prompts=work.prompts,
+        samples=work.samples,
+        lengths=Cycled((), work.samples),
+        engine=replica,
+        trainer=TrainerRate(step_s=once, token_s=each / work.tokens),
+        prompt_tokens=work.mean_prompt,
+        max_staleness=work.max_staleness,
+        replicas=replicas,
+        slots=replica.slots,
+        cached_tokens=replica.cached_tokens,
+        state_tokens=replica.state_tokens,
+        publication_s=publication.seconds,
+        pause_s=publication.pause,
+        recompute_cache=work.recomputes_cache,
+        streaming=streaming,
+    )
+    part = reduced(whole, MOST_ANSWERS)
+    answers = part.prompts * part.samples
+    lengths = Cycled(shuffled(quantiles(work.responses, answers)), work.samples)
+    steps = min(MOST_STEPS, max(LEAST_STEPS, 8 * MOST_ANSWERS // answers))
+    return simulate(replace(part, lengths=lengths), steps)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from millrace.admission import submission
-from millrace.data.row import PromptRow
-from millrace.data.write import write_rows
+from millrace.data.row import PromptRow, write_rows
 from millrace.errors import InvalidJob
 from tests.lora.folders import RANK, write_folder
 from tests.megatron.configs import QWEN3_30B_A3B

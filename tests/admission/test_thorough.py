@@ -12,8 +12,7 @@ import pytest
 
 from millrace.admission import thorough
 from millrace.admission.trials import RewardTrial, ask_judges, model_mistakes
-from millrace.data.row import PromptRow
-from millrace.data.write import write_rows
+from millrace.data.row import PromptRow, write_rows
 from millrace.errors import InvalidJob
 from millrace.spec import parse
 from tests.models import CHATML, byte_tokenizer

@@ -17,7 +17,7 @@ import pytest
 
 from millrace.data import PromptRow, PromptSource, open_source
 from millrace.data.parquet import ParquetRows, RowGroupCache
-from millrace.data.write import write_rows
+from millrace.data.row import write_rows
 from millrace.errors import BadRow, InvalidJob
 
 
@@ -313,7 +313,7 @@ def test_opening_files_needs_no_torch(tmp_path: Path, project_python: Callable[[
     path = write_raw(tmp_path / "a.parquet", [raw_row(0)])
     project_python(
         f"import sys; from millrace.data import open_source; assert len(open_source([{str(path)!r}])) == 1\n"
-        "import millrace.data.model_folder, millrace.data.write\n"
+        "import millrace.data.model_folder, millrace.data.row\n"
         "heavy = {'torch', 'transformers', 'reasoning_gym', 'pandas'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

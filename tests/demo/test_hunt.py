@@ -5,9 +5,8 @@ from itertools import islice
 
 import pytest
 
-from millrace.demo.hunt import TreasureHunt
-from millrace.demo.hunt_environment import Hunt
-from millrace.demo.tokenizer import byte_tokenizer
+from millrace.demo.hunt import Hunt, TreasureHunt
+from millrace.demo.model import byte_tokenizer
 from services.rollout.episode.chat import Chat
 
 HUNT = TreasureHunt()

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from millrace.data import open_source
-from millrace.demo.reverse import write_data
+from millrace.demo.tasks import write_data
 from millrace.rewards import load
 
 

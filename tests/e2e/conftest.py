@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from millrace.client import Client
-from millrace.data.row import PromptRow
-from millrace.data.write import write_rows
+from millrace.data.row import PromptRow, write_rows
 from millrace.local import child_processes
 from millrace.local.options import StackOptions
 from millrace.local.stack import Stack

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from millrace.errors import InvalidJob
-from millrace.lora.asked import AskedAdapter, absent
+from millrace.lora import AskedAdapter, absent
 from millrace.spec.lora import Lora
 from tests.lora.folders import LAYERS, Q, write_folder
 

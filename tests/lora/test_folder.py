@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from torch import nn
 
 from millrace.errors import InvalidJob
-from millrace.lora.folder import MODEL_UNCHANGED, read_adapter_folder
+from millrace.lora import MODEL_UNCHANGED, read_adapter_folder
 from millrace.spec.lora import Lora
 from tests.lora.folders import LAYERS, Q, write_folder
 

@@ -8,7 +8,7 @@ import pytest
 
 from millrace.backends.megatron import MegatronOptions
 from millrace.bench.shapes import shape_of
-from millrace.lora.asked import AskedAdapter
+from millrace.lora import AskedAdapter
 from millrace.megatron.adapters import adapted_linears, adapter_layout, choose_layers, linear_layers
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.architectures.shape import ModelShape

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from millrace.drops import DropReason
 from millrace.events import CheckpointSaved, Event, MemberTransfer, PublicationDone, TrackerFailed
-from millrace.report.contents import JobReport, groups_of
+from millrace.report import JobReport, groups_of
 from millrace.rest import (
     BandView,
     FleetView,

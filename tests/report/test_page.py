@@ -17,8 +17,7 @@ from millrace.cli.show import write
 from millrace.client import Client
 from millrace.errors import InvalidState, NotFound
 from millrace.events import Event
-from millrace.report.contents import KEYS_AT_ONCE, JobReport, gather
-from millrace.report.page import STATIC, report_page
+from millrace.report import KEYS_AT_ONCE, STATIC, JobReport, gather, report_page
 from millrace.rest import BandView, MetricView, SeriesView, StepMetrics
 from tests.report.contents import HOSTILE, a_job, a_publication, contents, events_of, hostile_contents
 from tests.test_trackers import a_sample

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from millrace.contracts.methods import FleetRpc
 from millrace.contracts.v1 import common_pb2, fleet_pb2, trainer_pb2, work_pb2
-from millrace.data.row import PromptRow
-from millrace.data.write import write_rows
+from millrace.data.row import PromptRow, write_rows
 from millrace.ids import MemberId
 from millrace.telemetry.gpus import GpuReading
 from millrace.telemetry.metrics.histograms import ADVANTAGES, IMPORTANCE_RATIOS

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from millrace.report.contents import JobReport, gather
-from millrace.report.page import report_page
+from millrace.report import JobReport, gather, report_page
 from millrace.rest import JobState
 from tests.report.contents import hostile_contents
 from tests.web.conftest import VIEWS

@@ -7,7 +7,7 @@ from typing import Self
 import structlog
 from google.protobuf.message import DecodeError
 
-from millrace.contracts.parts import assembled
+from millrace.contracts.trajectories import assembled
 from millrace.contracts.v1 import work_pb2
 from millrace.drops import Drop
 from millrace.ids import Fence, JobId, LeaseId, PromptId, Purpose

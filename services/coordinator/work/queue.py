@@ -10,7 +10,7 @@ from typing import Self
 
 from millrace import events
 from millrace.admission.choices import needs_greedy_baseline, teacher_top
-from millrace.contracts.parts import within
+from millrace.contracts.trajectories import within
 from millrace.contracts.v1 import common_pb2, work_pb2
 from millrace.drops import Drop, DropReason
 from millrace.errors import NotFound

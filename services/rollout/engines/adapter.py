@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from millrace.errors import InvalidJob, PublicationFailed, refused
-from millrace.lora.asked import AskedAdapter, recurrent_layers
-from millrace.lora.folder import PREFIX
+from millrace.lora import PREFIX, AskedAdapter, recurrent_layers
 from millrace.spec import JobSpec
 from millrace.spec.lora import folder_names, is_router
 from millrace.weights.plans.manifest import Manifest

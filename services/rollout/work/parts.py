@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from millrace.contracts.parts import assembled, tokens_of
+from millrace.contracts.trajectories import assembled, tokens_of
 from millrace.contracts.v1 import common_pb2, work_pb2
 from millrace.ids import Version
 from millrace.wire.arrays import pack_experts, pack_logprobs, pack_tokens, told_experts, unpack_logprobs, unpack_tokens

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from millrace.errors import refused
-from millrace.lora.asked import AskedAdapter
-from millrace.lora.folder import FIELD, WEIGHTS
+from millrace.lora import FIELD, WEIGHTS, AskedAdapter
 from millrace.spec.lora import Lora
 from services.trainer.protocol.adapter import AdapterSettings
 

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from millrace.client import Client
-from millrace.data.row import PromptRow
-from millrace.data.write import write_rows
+from millrace.data.row import PromptRow, write_rows
 from millrace.rest import SampleView
 from tests.e2e.conftest import adds_up, finished
 

@@ -18,8 +18,7 @@ import pytest
 import redis
 
 from millrace.client import Client
-from millrace.data.row import PromptRow
-from millrace.data.write import write_rows
+from millrace.data.row import PromptRow, write_rows
 from millrace.wire.tls import scheme, verifying
 from services.coordinator.redis_server import RedisServer
 from tests.ports import held_port

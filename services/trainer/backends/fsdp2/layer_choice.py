@@ -3,7 +3,7 @@
 from torch import nn
 from transformers import PreTrainedModel
 
-from millrace.lora.asked import AskedAdapter, recurrent_layers
+from millrace.lora import AskedAdapter, recurrent_layers
 from millrace.spec.lora import Lora, is_router
 from services.trainer.backends.fsdp2.published.shards import manifest
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.report import page as report
+from millrace import report
 from services.coordinator.rest.pages import PAGE, STATIC
 
 WEB = Path(__file__).parents[4] / "web"

@@ -10,8 +10,7 @@ import pytest
 
 from millrace.contracts.v1 import work_pb2
 from millrace.data import open_source
-from millrace.data.row import PromptRow
-from millrace.data.write import write_rows
+from millrace.data.row import PromptRow, write_rows
 from millrace.drops import DropReason
 from millrace.errors import MillraceError
 from millrace.ids import JobId, Purpose, training_prompt

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.contracts.parts import assembled, within
+from millrace.contracts.trajectories import assembled, within
 from millrace.contracts.v1 import common_pb2, work_pb2
 from millrace.wire.arrays import pack_logprobs, pack_tokens, unpack_logprobs, unpack_tokens
 from services.rollout.engine import Partial, Response, VersionSpan
