@@ -26,7 +26,6 @@ from safetensors.torch import save_file
 
 from benchmarks.shapes import config_of
 from millrace.bench.layouts import manifest
-from millrace.bench.shapes import SHAPES, shape_of
 from millrace.client import Client
 from millrace.demo.model import byte_tokenizer
 from millrace.demo.run import ENVIRONMENT
@@ -37,6 +36,7 @@ from millrace.local import child_processes
 from millrace.local.host import free_port, visible_devices
 from millrace.local.options import StackOptions
 from millrace.local.stack import Stack
+from millrace.megatron.architectures.published import SHAPES, shape_of
 from millrace.rest import JobState
 from millrace.telemetry.metrics.catalogue import find
 from millrace.telemetry.metrics.step.mismatch import MISMATCH_SUMMARY

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from benchmarks.shapes import config_of
 from benchmarks.training import draw_weights
-from millrace.bench.shapes import shape_of
 from millrace.errors import MillraceError
+from millrace.megatron.architectures.published import shape_of
 from millrace.memory.ledger import KEPT
 from millrace.spec import JobSpec, parse
 from services.trainer.backends import build

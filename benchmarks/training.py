@@ -31,8 +31,8 @@ from torch import Tensor
 
 from benchmarks.megatron.models import random_weights
 from benchmarks.shapes import config_of
-from millrace.bench.shapes import shape_of
 from millrace.megatron.architectures import read_shape
+from millrace.megatron.architectures.published import shape_of
 from millrace.megatron.architectures.shape import sequence_cost
 from millrace.spec import JobSpec, parse
 from services.trainer.backends import build

@@ -22,7 +22,7 @@ from millrace.environments import built_in as environments
 from millrace.rewards import BUILT_IN
 from millrace.spec import JobSpec
 from millrace.spec.algorithm import Choice
-from millrace.validation import foreign_names
+from millrace.validation import names as known_names
 from millrace.validation.fields import choices, model_in
 from millrace.validation.mistakes import number
 
@@ -202,11 +202,11 @@ def _rewards() -> Iterator[str]:
 def with_names(written: str) -> str:
     """The page about other frameworks, as `written`, with the table of their names."""
     rows = ["| verl, slime, TRL | Millrace | |", "|---|---|---|"]
-    for name in foreign_names.FIELDS:
-        here = " or ".join(f"`{path}`" for path in foreign_names.paths(name))
-        rows.append(_row(f"`{name}`", here, foreign_names.unit_note(name)))
-    rows += [_row(f"`{name}`", f"`{here}`", "") for name, here in foreign_names.VALUES.items()]
-    rows += [_row(f"`{name}`", "–", reason) for name, reason in foreign_names.ABSENT.items()]
+    for name in known_names.FIELDS:
+        here = " or ".join(f"`{path}`" for path in known_names.paths(name))
+        rows.append(_row(f"`{name}`", here, known_names.unit_note(name)))
+    rows += [_row(f"`{name}`", f"`{here}`", "") for name, here in known_names.VALUES.items()]
+    rows += [_row(f"`{name}`", "–", reason) for name, reason in known_names.ABSENT.items()]
     above, mark, _ = written.partition(NAMES)
     return "\n".join([above + mark, "", *rows]) + "\n"
 

@@ -18,7 +18,7 @@ class Recipe:
     name: str
     """Of the job, and of the file without its ending."""
     shape: str
-    """Sizes of the model: a name of `millrace.bench.shapes`."""
+    """Sizes of the model: a name of `millrace.megatron.architectures.published`."""
     data: str
     """A name of `recipes.data_sets`."""
     gpus: int

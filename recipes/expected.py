@@ -5,7 +5,7 @@ Memory is that of `millrace/memory`. The other constants are from BENCHMARKS.md.
 
 from dataclasses import dataclass
 
-from millrace.bench.shapes import shape_of
+from millrace.megatron.architectures.published import shape_of
 from millrace.megatron.architectures.shape import active_parameters, sequence_cost
 from millrace.memory.layers import parameters
 from millrace.memory.ledger import GB, peak

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.shapes import config_of
-from millrace.bench.shapes import shape_of
+from millrace.megatron.architectures.published import shape_of
 from millrace.megatron.placement import Placement
 
 LAPTOP = {

@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 from millrace.bench.layouts import manifest
-from millrace.bench.shapes import SHAPES, shape_of
 from millrace.bench.values import fill
+from millrace.megatron.architectures.published import SHAPES, shape_of
 from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory

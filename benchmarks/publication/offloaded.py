@@ -35,10 +35,10 @@ from benchmarks.publication.sender import RemoteRank, answer
 from benchmarks.shapes import config_of
 from benchmarks.training import draw_fsdp2_weights
 from millrace.bench.publication import SHARING
-from millrace.bench.shapes import SHAPES, shape_of
 from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.contracts.v1 import weights_pb2
 from millrace.ids import Version
+from millrace.megatron.architectures.published import SHAPES, shape_of
 from millrace.spec import parse
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from millrace.bench.layouts import TrainerLayout, manifest
-from millrace.bench.shapes import shape_of
 from millrace.bench.values import fill
 from millrace.contracts.v1 import weights_pb2
+from millrace.megatron.architectures.published import shape_of
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Content, Manifest

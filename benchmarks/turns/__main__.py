@@ -24,13 +24,13 @@ import httpx
 import torch
 
 from benchmarks.shapes import config_of
-from millrace.bench.shapes import SHAPES, shape_of
 from millrace.client import Client
 from millrace.demo.model import byte_tokenizer
 from millrace.demo.run import ENVIRONMENT
 from millrace.local.host import free_port
 from millrace.local.options import StackOptions
 from millrace.local.stack import Stack
+from millrace.megatron.architectures.published import SHAPES, shape_of
 from millrace.rest import JobState
 from millrace.spec import JobSpec, parse
 

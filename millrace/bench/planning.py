@@ -8,7 +8,7 @@ import typer
 from rich import print as show
 
 from millrace.backends.megatron import MegatronOptions
-from millrace.bench.shapes import SHAPES, shape_of
+from millrace.megatron.architectures.published import SHAPES, shape_of
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import TRANSFORMER_ENGINE, layout

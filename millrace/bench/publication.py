@@ -27,8 +27,8 @@ from rich.table import Table
 from torch.distributed import TCPStore
 
 from millrace.bench.layouts import ReplicaLayout, TrainerLayout
-from millrace.bench.shapes import SHAPES, shape_of
 from millrace.errors import InvalidJob, MillraceError
+from millrace.megatron.architectures.published import SHAPES, shape_of
 
 MODES = ("shadow", "inplace", "broadcast")
 SHARING = "millrace-shares-gpus"

@@ -15,8 +15,8 @@ from torch.distributed import TCPStore
 
 from millrace.bench import broadcast
 from millrace.bench.layouts import ReplicaLayout, TrainerLayout, manifest
-from millrace.bench.shapes import shape_of
 from millrace.bench.values import fill, misplaced
+from millrace.megatron.architectures.published import shape_of
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.sharded import ShardedPlan, plan

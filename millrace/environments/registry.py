@@ -5,8 +5,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from millrace.environments import Environment
 from millrace.environments.built_in import BUILT_IN, TOOLS, VERIFIERS, Verl, options_of
-from millrace.environments.protocol import Environment
 from millrace.errors import refused
 from millrace.rewards.locate import FunctionNotFound, bound_to, parse, source_file
 from millrace.rewards.registry import import_target

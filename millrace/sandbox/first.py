@@ -13,7 +13,7 @@ from typing import NoReturn
 from millrace.sandbox import census, privileges, syscalls, tree
 from millrace.sandbox.boundaries import Boundary, Missing
 from millrace.sandbox.messages import Verdict
-from millrace.sandbox.seccomp import forbid_user_namespaces
+from millrace.sandbox.syscalls import forbid_user_namespaces
 from millrace.sandbox.view import View
 
 Work = Callable[[Sequence[Missing]], None]

@@ -7,6 +7,7 @@ that has these three methods, and one line in `TRACKERS`.
 
 import importlib
 import importlib.util
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,24 @@ from pydantic import SecretStr
 
 from millrace.errors import InvalidJob
 from millrace.rest import SampleView
+
+Cell = str | int | float | None
+COLUMNS = (
+    "step",
+    "purpose",
+    "prompt_id",
+    "episode",
+    "prompt",
+    "answer",
+    "ground_truth",
+    "reward",
+    "reward_failure",
+    "advantage",
+    "stop_reason",
+    "tokens",
+    "versions",
+    "member",
+)
 
 
 @dataclass(frozen=True)
@@ -90,3 +109,14 @@ def open_trackers(names: Sequence[str], job: TrackedJob) -> list[Tracker]:
     """Opens the trackers `names` for `job`. Raises InvalidJob like `check_trackers`, and whatever a tracker raises."""
     check_trackers(names)
     return [getattr(importlib.import_module(TRACKERS[n].module), TRACKERS[n].factory)(job) for n in names]
+
+
+def rows(samples: Sequence[SampleView]) -> list[list[Cell]]:
+    """One row for each sample, with a value for each of COLUMNS. Values that are lists or mappings are JSON."""
+    return [[_cell(getattr(sample, column)) for column in COLUMNS] for sample in samples]
+
+
+def _cell(value: object) -> Cell:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return json.dumps(value, ensure_ascii=False)

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from millrace.rest import SampleView
-from millrace.trackers import TrackedJob
-from millrace.trackers.samples import COLUMNS, rows
+from millrace.trackers import COLUMNS, TrackedJob, rows
 from millrace.validation.kinds import leaves
 
 if TYPE_CHECKING:

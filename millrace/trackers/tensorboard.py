@@ -10,8 +10,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from millrace.rest import SampleView
-from millrace.trackers import TrackedJob
-from millrace.trackers.samples import COLUMNS, Cell, rows
+from millrace.trackers import COLUMNS, Cell, TrackedJob, rows
 
 LONGEST_CELL = 2000
 """Characters of a sample's text that the table shows."""

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from millrace.rest import SampleView
-from millrace.trackers import TrackedJob
-from millrace.trackers.samples import COLUMNS, rows
+from millrace.trackers import COLUMNS, TrackedJob, rows
 
 
 class WeightsAndBiases:

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from millrace.errors import InvalidJob, Mistake, wrong_value
-from millrace.validation import foreign_names
+from millrace.validation import names as known_names
 from millrace.validation.fields import Location, choices, every_path, field_at, model_at, model_in
 from millrace.validation.names import choose, closest
 
@@ -113,12 +113,12 @@ MOST_INSIDE = 20
 
 def _known_inside(location: Location, value: Any) -> Iterator[Location]:
     """The settings below an unknown section that other frameworks have: a file that was written for one of them."""
-    if not isinstance(value, Mapping) or foreign_names.why_absent("", str(location[-1])):
+    if not isinstance(value, Mapping) or known_names.why_absent("", str(location[-1])):
         return
     for name, inner in value.items():
         place = (*location, str(name))
         named = str(name), str(location[-1])
-        if foreign_names.paths(*named) or foreign_names.why_absent(*reversed(named)):
+        if known_names.paths(*named) or known_names.why_absent(*reversed(named)):
             yield place
         yield from _known_inside(place, inner)
 
@@ -215,14 +215,14 @@ def _nearest_field(root: type[BaseModel] | None, location: Location) -> str:
     level = model_at(root, location[:-1])
     # A setting of a command line keeps its sections in its name: `actor_rollout_ref.rollout.n`.
     *sections, written = ".".join(map(str, location)).removeprefix("+").split(".")
-    unit = f" The number counts something else: {note}." if (note := foreign_names.unit_note(written)) else ""
+    unit = f" The number counts something else: {note}." if (note := known_names.unit_note(written)) else ""
     names = list(level.model_fields) if level is not None else []
-    if (here := foreign_names.name_here(written, names)) is not None:
+    if (here := known_names.name_here(written, names)) is not None:
         return f"did you mean `{here}`?{unit}"
     section = sections[-1] if sections else ""
-    if reason := foreign_names.why_absent(section, written):
+    if reason := known_names.why_absent(section, written):
         return f"remove it: {reason}."
-    if paths := foreign_names.paths(written, section):
+    if paths := known_names.paths(written, section):
         return f"here that is {' or '.join(f'`{path}`' for path in paths)}.{unit}"
     if (near := closest(written, names)) is not None:
         return f"did you mean `{near}`?"

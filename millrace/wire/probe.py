@@ -6,8 +6,7 @@ import sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from millrace.wire.channel import open_channel
-from millrace.wire.coordinators import addresses
+from millrace.wire.channel import addresses, open_channel
 from millrace.wire.deadlines import DEADLINES_S
 
 

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from millrace.bench import app
 from millrace.bench.layouts import ReplicaLayout, TrainerLayout
 from millrace.bench.publication import measured
-from millrace.bench.shapes import SHAPES
 from millrace.errors import InvalidJob
+from millrace.megatron.architectures.published import SHAPES
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from millrace.bench.shapes import shape_of
+from millrace.megatron.architectures.published import shape_of
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.spec import JobSpec, parse
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from millrace.backends.megatron import MegatronOptions
-from millrace.bench.shapes import shape_of
 from millrace.lora import AskedAdapter
 from millrace.megatron.adapters import adapted_linears, adapter_layout, choose_layers, linear_layers
 from millrace.megatron.architectures import read_shape
+from millrace.megatron.architectures.published import shape_of
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import TRANSFORMER_ENGINE, layout

@@ -8,8 +8,8 @@ import yaml
 from typer.testing import CliRunner
 
 from benchmarks.shapes import config_of
-from millrace.bench.shapes import shape_of
 from millrace.cli import app
+from millrace.megatron.architectures.published import shape_of
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks.frozen_head import frozen_head_gradient
-from millrace.bench.shapes import shape_of
 from millrace.errors import InvalidJob, InvalidState
+from millrace.megatron.architectures.published import shape_of
 from millrace.memory.ledger import GB, Part, Phase, peak
 from millrace.memory.prediction import cache_bytes_per_token, predict, predict_replica, state_bytes_per_request
 from millrace.memory.shape import decoder_shape

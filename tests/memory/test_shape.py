@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.shapes import config_of
-from millrace.bench.shapes import shape_of
 from millrace.errors import InvalidJob
+from millrace.megatron.architectures.published import shape_of
 from millrace.megatron.architectures.shape import ExpertShape
 from millrace.memory.adapters import adapter_parameters
 from millrace.memory.layers import parameters

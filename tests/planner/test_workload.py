@@ -29,7 +29,7 @@ def test_the_lengths_are_those_of_drawing_an_end_at_every_token() -> None:
 
 
 def test_the_flops_are_those_of_every_sequence() -> None:
-    from millrace.bench.shapes import shape_of
+    from millrace.megatron.architectures.published import shape_of
     from millrace.megatron.architectures.shape import sequence_cost
 
     made, cost = work(1000.0), sequence_cost(shape_of("qwen3-8b"))

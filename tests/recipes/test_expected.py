@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.bench.shapes import shape_of
+from millrace.megatron.architectures.published import shape_of
 from millrace.memory.layers import parameters
 from recipes.catalogue import HERE, RECIPES, Recipe
 from recipes.expected import table_row

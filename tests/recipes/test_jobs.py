@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from benchmarks.shapes import config_of
 from millrace.admission import choices
 from millrace.backends.megatron import parse as megatron_options
-from millrace.bench.shapes import shape_of
 from millrace.cli import app
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import read_shape
+from millrace.megatron.architectures.published import shape_of
 from millrace.megatron.rules import broken_rules
 from millrace.spec import load
 from recipes.catalogue import HERE, RECIPES, Recipe, recipe

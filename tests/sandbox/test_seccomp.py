@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import ctypes, os, subprocess, sys, threading
 from millrace.sandbox import syscalls
-from millrace.sandbox.seccomp import forbid_user_namespaces
+from millrace.sandbox.syscalls import forbid_user_namespaces
 
 syscalls.gain_no_privileges()
 assert forbid_user_namespaces()

@@ -11,7 +11,7 @@ from millrace.errors import InvalidJob
 from millrace.rl.registry import catalogue
 from millrace.rl.registry.catalogue import KL_ESTIMATORS, AlgorithmKind
 from millrace.spec import JobSpec, parse
-from millrace.validation.foreign_names import ABSENT, FIELDS, UNITS, VALUES, name_here, paths
+from millrace.validation.names import ABSENT, FIELDS, UNITS, VALUES, name_here, paths
 
 SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
 OPTIONS = {

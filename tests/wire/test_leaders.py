@@ -9,8 +9,7 @@ import pytest
 from millrace.contracts.methods import FleetRpc
 from millrace.contracts.v1 import fleet_pb2, fleet_pb2_grpc
 from millrace.errors import Fenced, InvalidRequest, InvalidState, Unavailable
-from millrace.wire.channel import Peer
-from millrace.wire.coordinators import addresses
+from millrace.wire.channel import Peer, addresses
 from millrace.wire.deadlines import DEADLINES_S
 from millrace.wire.server import Server
 

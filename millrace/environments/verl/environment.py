@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.environments.protocol import Environment, Message, Row, Step, ToolResult
+from millrace.environments import Environment, Message, Row, Step, ToolResult
 from millrace.environments.tools import BadArguments
 from millrace.environments.verl.configs import imported, read
 from millrace.environments.verl.names import OpenAIFunctionToolSchema, offer

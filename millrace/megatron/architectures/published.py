@@ -1,11 +1,16 @@
-"""Shapes of published models, by the sizes in their config.json on the Hugging Face hub. Torch-free."""
+"""Shapes of published models, by the sizes in their config.json on the Hugging Face hub, and small ones for benchmarks.
+Torch-free."""
 
+from millrace.errors import InvalidJob
 from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, ModelShape, Rope
 
 ROPE = Rope(theta=1e6)
 QWEN3 = (128, 151936, 40960)
 """Size of a head, of the vocabulary, and of the context."""
 QWEN2_5 = (128, 152064, 32768)
+SMALL = (64, 1024, 512)
+"""Sizes as small as the kernels of engines on GPUs allow: of a head, of the vocabulary, and of the context."""
+TINY = (32, 259, 512)
 
 
 def qwen3(
@@ -72,9 +77,23 @@ PUBLISHED: dict[str, ModelShape] = {
     ),
 }
 """Every shape by its model's name in small letters."""
+SHAPES: dict[str, ModelShape] = {
+    "tiny": qwen3(2, 64, 96, 4, 2, tied=True, sizes=TINY),
+    "tiny-moe": qwen3(2, 64, 96, 4, 2, experts=(8, 2, 32), sizes=TINY),
+    "small": qwen3(2, 256, 512, 4, 2, tied=True, sizes=SMALL),
+    "small-moe": qwen3(2, 256, 512, 4, 2, experts=(8, 2, 128), sizes=SMALL),
+    **{name: shape for name, shape in PUBLISHED.items() if shape.architecture != "qwen2"},
+}
+"""The shapes of which benchmarks can make a model folder (`benchmarks/shapes.py`)."""
 
 
 def published_as(folder_name: str) -> str | None:
     """The published model that a folder of this name holds: the longest known name that it begins with, or None."""
     lowered = folder_name.lower()
     return max((name for name in PUBLISHED if lowered.startswith(name)), key=len, default=None)
+
+
+def shape_of(name: str) -> ModelShape:
+    if name not in SHAPES:
+        raise InvalidJob(f"there is no shape {name!r}.", f"choose one of {', '.join(SHAPES)}.")
+    return SHAPES[name]

@@ -14,13 +14,65 @@ Each may be JSON text.
 import json
 import math
 import secrets
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from millrace.rewards.programs import harness
 from millrace.sandbox.program import Ended, Program
 
+ANSWER = "answer.py"
+"""Name of the file with the code of the answer, in the working folder."""
+_PACKAGES = sorted({sysconfig.get_paths()[kind] for kind in ("purelib", "platlib")})
+_START = f"""
+import site, sys
+site.setquit()
+sys.path += {_PACKAGES!r}
+sys.argv = [{ANSWER!r}]
+with open({ANSWER!r}) as file:
+    code = compile(file.read(), {ANSWER!r}, "exec")
+"""
+
+SCRIPT = f"""{_START}
+del file, site
+exec(code, globals())
+"""
+"""The answer is the program."""
+
+_MODULE = f"""{_START}
+import json, os, types
+module = types.ModuleType("answer")
+sys.modules["answer"] = module
+exec('''
+import bisect, collections, functools, heapq, itertools, math, random, re, string
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from typing import *
+''', module.__dict__)
+exec(code, module.__dict__)
+"""
+"""The answer is a module, with the names that answers to such tasks take for granted. It does not run as `__main__`."""
+
+CALL = f"""{_MODULE}
+told = json.load(sys.stdin)
+owner = module.Solution() if hasattr(module, "Solution") else module
+returned = getattr(owner, told["function"])(*told["arguments"])
+plain = lambda value: value.tolist() if hasattr(value, "tolist") else list(value)
+text = json.dumps(returned, default=plain).encode()
+while text:
+    text = text[os.write(3, text):]
+"""
+"""A function of the answer is called. Its result is told; what is expected is not known here."""
+
+STATEMENTS = f"""{_MODULE}
+told = json.load(sys.stdin)
+exec(compile(told["code"], "tests", "exec"), module.__dict__)
+os.write(3, told["key"].encode())
+"""
+"""Statements are run after the answer, with its names. They are read when the answer has run to its end."""
 TOLERANCE = 1e-6
 """Relative difference up to which floating-point numbers are equal; absolute below 1."""
 FORMS = "inputs and outputs, assert_case, test_list, or test and entry_point"
@@ -44,7 +96,7 @@ class Output:
     expected: str
 
     def program(self, answer: str) -> Program:
-        return Program(harness.SCRIPT, self.input, {harness.ANSWER: answer})
+        return Program(SCRIPT, self.input, {ANSWER: answer})
 
     def passed(self, ended: Ended) -> bool:
         return same_text(ended.output, self.expected)
@@ -60,7 +112,7 @@ class Call:
 
     def program(self, answer: str) -> Program:
         request = json.dumps({"function": self.function, "arguments": self.arguments})
-        return Program(harness.CALL, request, {harness.ANSWER: answer})
+        return Program(CALL, request, {ANSWER: answer})
 
     def passed(self, ended: Ended) -> bool:
         try:
@@ -87,7 +139,7 @@ class Statements:
     def program(self, answer: str) -> Program:
         if self.function and f"def {self.function}" not in answer:
             answer = f"{self.prompt}{answer}"
-        return Program(harness.STATEMENTS, json.dumps({"code": self.code, "key": self.key}), {harness.ANSWER: answer})
+        return Program(STATEMENTS, json.dumps({"code": self.code, "key": self.key}), {ANSWER: answer})
 
     def passed(self, ended: Ended) -> bool:
         return ended.told == self.key

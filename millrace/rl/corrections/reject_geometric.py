@@ -5,8 +5,7 @@ exp(mean log(π_train/π_rollout)) does not depend on length, so the bounds can 
 
 from torch import Tensor
 
-from millrace.rl.formulas.ratios import sequence_mean
-from millrace.rl.formulas.rejection import is_close, rejected
+from millrace.rl.formulas.ratios import is_close, rejected, sequence_mean
 from millrace.rl.registry.options import RatioBounds
 
 SEPARABLE = True

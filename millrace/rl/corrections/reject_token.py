@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from millrace.rl.formulas.rejection import divergences, is_close, rejected
+from millrace.rl.formulas.ratios import divergences, is_close, rejected
 from millrace.rl.registry.options import Positive, RatioBounds
 
 SEPARABLE = True

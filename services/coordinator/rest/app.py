@@ -14,7 +14,6 @@ from millrace.wire.channel import token
 from millrace.wire.tls import scheme
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.waiting import JobViews
-from services.coordinator.rest import callers as callers
 from services.coordinator.rest import fleet, jobs, pages, reading, timeline, users
 from services.coordinator.rest.middleware import MOST_REQUESTS, Audited, InProgress, Timed
 from services.coordinator.rest.problems import install
@@ -55,11 +54,11 @@ def application(components: Components, control: Control, views: JobViews, name:
     app.add_middleware(InProgress, most=MOST_REQUESTS)
     app.add_middleware(Timed, observe=components.prometheus.requested)
     secret = token()
-    allowed = [Depends(callers.bearer(secret, components.store.users))]
+    allowed = [Depends(users.bearer(secret, components.store.users))]
     app.state.index = components.store.index
     if not secret:
         names = (name, os.environ.get("MILLRACE_HOST", ""), socket.gethostname())
-        allowed.append(Depends(callers.no_foreign_page(names)))
+        allowed.append(Depends(users.no_foreign_page(names)))
     routers = (
         jobs.routes(components.store, control, views, components.events),
         timeline.routes(components.store, components.spans),

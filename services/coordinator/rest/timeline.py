@@ -1,20 +1,30 @@
 """/v1/jobs/{job_id}/timeline and /diagnosis: what every service did in some steps of a job, and what slows it down."""
 
+import asyncio
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 
+from millrace.rest import StepMetrics
 from millrace.rest.diagnosis import DiagnosisView
 from millrace.rest.timeline import TimelineView
-from services.coordinator.observe.diagnosis import diagnosis
+from millrace.telemetry.spans.batches import Batch
+from services.coordinator.diagnosis import summary
+from services.coordinator.diagnosis.findings import diagnose
 from services.coordinator.observe.span_store import KEPT_STEPS, SpanStore
 from services.coordinator.rest.bodies import LARGEST_STEP, Id
 from services.coordinator.rest.jobs import ERRORS
+from services.coordinator.state.job import JobRecord
 from services.coordinator.store import Store
+from services.coordinator.timeline.activity import Activity
+from services.coordinator.timeline.lanes import lanes_of, window
 
 Step = Annotated[
     int | None, Query(ge=0, le=LARGEST_STEP, description="A step, 0 for the start of the job. Default: the last one.")
 ]
+STEPS = 10
+"""Steps that are judged unless somebody asks for others."""
 
 
 def routes(store: Store, spans: SpanStore) -> APIRouter:
@@ -35,3 +45,27 @@ def routes(store: Store, spans: SpanStore) -> APIRouter:
 
 ABOUT = f"""What coordinator, trainer and replicas did from `from_step` to `to_step`, as lanes of spans, and why trainer
 and replicas were idle. The last {KEPT_STEPS} steps are kept, for a day. `to_step` may be the step in progress."""
+
+
+async def diagnosis(
+    store: Store, spans: SpanStore, job: JobRecord, from_step: int | None, to_step: int | None
+) -> DiagnosisView:
+    """What slows the job down in the steps from `from_step` to `to_step`; None: in its last STEPS steps."""
+    last = min(job.step if to_step is None else to_step, job.step)
+    first = min(last, max(1, last - STEPS + 1 if from_step is None else from_step))
+    first, last, batches = await spans.batches(job, first, last)
+    rows = await store.records(job.id).rows(first - 1, last)
+    return await asyncio.to_thread(_judged, job, first, last, batches, rows)
+
+
+def _judged(
+    job: JobRecord, first: int, last: int, batches: Sequence[Batch], rows: Sequence[StepMetrics]
+) -> DiagnosisView:
+    lanes = lanes_of(job.id, batches)
+    if lanes and last > 0:
+        start_s, end_s = window(lanes, first, last, rows[-1].time_s if rows else 0.0)
+        activity = Activity.of(lanes, start_s, end_s, last - first + 1)
+        found = summary.of_spans(activity, first, last, job.spec, rows, job.token_budget)
+    else:
+        found = summary.of_metrics(job.spec, rows, job.token_budget)
+    return diagnose(job.id, first, last, found, job.spec)

@@ -19,7 +19,7 @@ from services.rollout.engines.endings import Endings
 from services.rollout.weights.engine_weights import CommitReport, ReceiveReport, SendReport
 from services.rollout.weights.transfer_request import TransferRequest, nothing_prepared
 from services.rollout.weights.worker_methods import Placed, Prepared, WorkerMethods
-from services.rollout.weights.workers import WorkerDied, Workers
+from services.rollout.weights.worker_rpc import WorkerDied, Workers
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from millrace.environments.protocol import ToolResult
+from millrace.environments import ToolResult
 from millrace.environments.tools import BadArguments, tools_of
 from millrace.rewards.outcome import fits, plain, read_outcome
 

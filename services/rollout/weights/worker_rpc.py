@@ -21,11 +21,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 import structlog
 
-from millrace.errors import Unavailable
+from millrace.errors import MillraceError, Unavailable
 from millrace.local.sockets import short_root
 from millrace.wire.address import bind_address
 from millrace.wire.tls import Use, server_context
@@ -35,13 +35,14 @@ from services.rollout.weights.worker_messages import (
     Reply,
     Request,
     Welcome,
+    carry_out,
     decode_introduction,
     decode_reply,
     decode_request,
     decode_welcome,
     encode,
 )
-from services.rollout.weights.workers import WorkerDied
+from services.rollout.weights.worker_methods import WorkerMethods
 
 Arguments = TypeVarTuple("Arguments")
 Answer = TypeVar("Answer")
@@ -56,6 +57,40 @@ INTRODUCTION_BYTES = 64 << 10
 INTRODUCE_S = 10.0
 """Limit of the time to connect, and to introduce oneself."""
 log = structlog.get_logger(__name__)
+
+
+class WorkerDied(MillraceError):
+    """The process of a worker ended during a call."""
+
+
+class Workers(Protocol):
+    """`method` is one of `WorkerMethods`; the answers come in the order of the ranks."""
+
+    async def ask(
+        self, method: Callable[[Any, *Arguments], Answer], *arguments: *Arguments, paused: bool = False
+    ) -> list[Answer]:
+        """Calls the method in every worker, during generation. A method of BETWEEN_BATCHES, and any with `paused`,
+        runs in the thread that generates: between two batches, and with `paused` once generation has stopped.
+
+        Raises PublicationFailed for the first worker that failed, WorkerDied if a worker is gone, Unavailable if
+        one does not answer in time.
+        """
+
+
+class InProcessWorker:
+    """The one worker of an engine that computes in the replica's own process. Its methods run in a thread of the
+    event loop's pool; the caller has paused generation for those that need it."""
+
+    def __init__(self, receiver: WorkerMethods) -> None:
+        self._receiver = receiver
+
+    async def ask(
+        self, method: Callable[[Any, *Arguments], Answer], *arguments: *Arguments, paused: bool = False
+    ) -> list[Answer]:
+        """See `Workers`."""
+        request = Request(0, method.__name__, arguments, paused, float("inf"))
+        reply = await asyncio.to_thread(carry_out, self._receiver, request)
+        return [reply.result(method)]
 
 
 class WorkerRpc:

@@ -1,5 +1,5 @@
 """Reads the weights of a model, tensor by tensor, under the names of its Hugging Face folder. Quantized tensors are
-read as unquantized ones, and their scales are hidden."""
+read as unquantized ones, and their scales are hidden. Tensors that a backend does not read are accounted for."""
 
 import json
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from pathlib import Path
 from types import EllipsisType, TracebackType
 from typing import Any, Protocol
 
+import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -17,6 +18,7 @@ from millrace.checkpoints.source import checkpoint_folder
 from millrace.data.model_folder import FIELD
 from millrace.data.quantization import SCALES, BlockScales, block_scales
 from millrace.errors import InvalidJob, refused
+from millrace.weights.unread import Unread, other_values
 from services.trainer.checkpoints.foreign.files import CheckpointFiles
 
 INDEX = "model.safetensors.index.json"
@@ -24,6 +26,9 @@ SINGLE = "model.safetensors"
 QUANTIZED = ("F8", "F6", "F4")
 """Beginnings of the names that safetensors has for dtypes of less than 16 bits."""
 BLOCK_SCALED = "F8_E4M3"
+ROWS = 4096
+"""Rows of two tensors that are compared at a time."""
+log = structlog.get_logger(__name__)
 
 
 class Source(Protocol):
@@ -267,3 +272,30 @@ def _scaled(values: Tensor, scales: Tensor, box: list[slice], sizes: tuple[int, 
         end = min(rows.stop, (first_row + number + 1) * sizes[0]) - rows.start
         values[..., begin:end, :].mul_(wide[..., number : number + 1, :])
     return values
+
+
+def check_unread(unread: Unread, files: ModelFiles, folder: Path, place: str, *, by_value: bool) -> None:
+    """Raises InvalidJob where tensors of `files` with values of their own would be lost; `place` as in `Unread.check`.
+    `by_value`: also reads tied tensors, and tells what is left out."""
+    unread.check(place)
+    for name, source in unread.copies:
+        one, other = files.tensor(name), files.tensor(source)
+        if tuple(one.get_shape()) != tuple(other.get_shape()) or (by_value and not _equal(one, other)):
+            raise other_values(place, name, source)
+    if unread.ahead and by_value:
+        warning = "tensors that predict several tokens at once are not trained, and left out of what is saved"
+        log.warning(warning, folder=str(folder), tensors=len(unread.ahead), first=unread.ahead[0])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two safetensors slices of one shape have the same values."""
+    rows = one.get_shape()[0] if one.get_shape() else 1
+    if not one.get_shape():
+        return torch.equal(_values(one, ...), _values(other, ...))
+    starts = range(0, rows, ROWS)
+    return all(torch.equal(_values(one, slice(at, at + ROWS)), _values(other, slice(at, at + ROWS))) for at in starts)
+
+
+def _values(stored: Any, index: Any) -> Tensor:
+    values: Tensor = stored[index]
+    return values.float()

@@ -23,8 +23,14 @@ from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.wire.deadlines import DEADLINES_S
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import RanksFailed
-from services.trainer.service.call_lock import CallKey, CallLock
-from services.trainer.service.progress import ConfiguredJob, PublicationProgress, SaveProgress, content_of
+from services.trainer.service.progress import (
+    CallKey,
+    CallLock,
+    ConfiguredJob,
+    PublicationProgress,
+    SaveProgress,
+    content_of,
+)
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)

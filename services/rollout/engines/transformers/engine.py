@@ -23,7 +23,7 @@ from services.rollout.engines.endings import Endings
 from services.rollout.engines.options import with_whole_paths
 from services.rollout.engines.transformers.decode_thread import DecodeThread
 from services.rollout.engines.versioned import VersionedEngine
-from services.rollout.weights.workers import InProcessWorker
+from services.rollout.weights.worker_rpc import InProcessWorker
 
 if TYPE_CHECKING:
     from services.rollout.engines.transformers.decoding import DecodeLoop, Pause

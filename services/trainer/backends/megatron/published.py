@@ -19,8 +19,7 @@ from millrace.weights.plans.layout import Layout as BoxLayout
 from millrace.weights.plans.layout import Place, row_major_strides
 from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
-from services.trainer.checkpoints.model_files import ModelFiles
-from services.trainer.checkpoints.unread import check_unread
+from services.trainer.checkpoints.model_files import ModelFiles, check_unread
 
 
 @dataclass(frozen=True)

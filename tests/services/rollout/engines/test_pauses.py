@@ -23,7 +23,7 @@ from services.rollout.engines.versioned import Incoming, VersionedEngine
 from services.rollout.weights.receiver import PublicationReceiver
 from services.rollout.weights.transfer_request import TransferRequest
 from services.rollout.weights.worker_methods import Placed, Prepared, WorkerMethods
-from services.rollout.weights.workers import InProcessWorker
+from services.rollout.weights.worker_rpc import InProcessWorker
 
 INPLACE = weights_pb2.COMMIT_MODE_INPLACE
 PUBLICATION = PublicationId("job-test", Version(2), 1, 1)  # type: ignore[arg-type]

@@ -29,8 +29,7 @@ from services.rollout.nodes.place import EngineStart
 from services.rollout.weights import worker_rpc
 from services.rollout.weights.worker_messages import Reply, Request, carry_out, decode_reply, decode_request, encode
 from services.rollout.weights.worker_methods import Described, Received, WorkerMethods
-from services.rollout.weights.worker_rpc import SOCKET, WorkerRpc
-from services.rollout.weights.workers import WorkerDied
+from services.rollout.weights.worker_rpc import SOCKET, WorkerDied, WorkerRpc
 from tests.services.rollout.conftest import Run
 from tests.services.rollout.jobs import job_spec
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from millrace.ids import JobId, Version
 from services.trainer.checkpoints import checkpoint
-from services.trainer.checkpoints.adapter_folder import GatheredAdapter
+from services.trainer.checkpoints.huggingface import GatheredAdapter
 from services.trainer.protocol.adapter import Adapter
 from services.trainer.protocol.backend import Backend
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millrace.errors import InvalidState
 from services.trainer.backends import build
-from services.trainer.checkpoints import adapter_folder, checkpoint, export, huggingface
+from services.trainer.checkpoints import checkpoint, export, huggingface
 from services.trainer.protocol.backend import Backend
 from services.trainer.ranks.event_loop import ControlThread
 from tests.models import save_tiny_model
@@ -202,7 +202,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_rank(
     assert checkpoint.load(str(tmp_path / "saved"), backend).version == 1
     adapted = build(job_spec(tied_model, model={"lora": {"rank": 4}}), one_rank)
     with monkeypatch.context() as broken, pytest.raises(InvalidState, match="No space left"):
-        broken.setattr(adapter_folder, "save_tensors", full)
+        broken.setattr(huggingface, "save_tensors", full)
         save(tmp_path / "adapted", adapted, 1)
     assert not (tmp_path / "adapted").exists()
 

@@ -16,8 +16,7 @@ from millrace.weights.plans.views import ViewedBox, viewed_box
 from millrace.weights.unread import Unread
 from services.trainer.backends.fsdp2.adapted import BASE
 from services.trainer.checkpoints.huggingface import layer_count
-from services.trainer.checkpoints.model_files import ModelFiles
-from services.trainer.checkpoints.unread import check_unread
+from services.trainer.checkpoints.model_files import ModelFiles, check_unread
 from services.trainer.protocol.adapter import is_adapter
 
 

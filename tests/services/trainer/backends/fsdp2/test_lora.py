@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.shapes import config_of
-from millrace.bench.shapes import shape_of
 from millrace.errors import InvalidJob
+from millrace.megatron.architectures.published import shape_of
 from millrace.spec.lora import Lora
 from millrace.weights.plans.manifest import Content
 from services.trainer.backends import build
