@@ -1,6 +1,6 @@
 """Environments that have a name instead of a class, each with the options that it takes.
 
-Adding one: its options here, and how it is opened in services/rollout/environments/opening.py.
+Adding one: its options here, and how it is opened in services/rollout/work/job.py.
 """
 
 from collections.abc import Mapping

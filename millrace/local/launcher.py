@@ -22,8 +22,8 @@ from types import FrameType
 import psutil
 import structlog
 
+from millrace.local.folders import short_sockets
 from millrace.local.lives import Life, Restarts
-from millrace.local.sockets import short_sockets
 from millrace.wire import last_words
 from millrace.wire.membership import DRAINED_FILE, LIFE_FILE
 

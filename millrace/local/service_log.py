@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from millrace.local.private import private_file, private_folder
+from millrace.local.folders import private_file, private_folder
 
 LOUD = ("warning", "error", "critical")
 TAIL_BYTES = 16_384

@@ -16,14 +16,14 @@ from typing import Any
 from millrace.client import Client
 from millrace.data import shared_copies
 from millrace.errors import InvalidState, MillraceError, Unavailable
-from millrace.local import child_processes, scale
+from millrace.local import child_processes, state_folder
+from millrace.local.folders import new_private_folder
 from millrace.local.host import check_free, visible_devices
 from millrace.local.launcher import STANDBY
 from millrace.local.lives import Restarts, joined
-from millrace.local.lock import only_one
 from millrace.local.options import Service, StackOptions, services
-from millrace.local.private import new_private_folder
 from millrace.local.service_log import ServiceLog, say
+from millrace.local.state_folder import only_one
 from millrace.rest import MemberState
 from millrace.wire import last_words
 from millrace.wire.membership import DRAINED_FILE, LIFE_FILE
@@ -97,7 +97,7 @@ class Supervisor:
         """Starts and drains replicas as `millrace scale` asks for it, until the stack stops."""
         waiting: set[str] = set()
         while not self.stopping.is_set():
-            request = scale.asked(self.options.folder)
+            request = state_folder.asked(self.options.folder)
             if request is not None and request.key != self.scaled.get("key"):
                 self.scaled = {"key": request.key, **self.rescale(request.replicas)}
                 waiting = {s.name for s in self.services if not s.vital} - self.leaving
@@ -349,7 +349,7 @@ class Supervisor:
             "scale": self.scaled,
             "processes": {name: process.pid for name, process in self.running.items()},
         }
-        path = self.options.folder / scale.STATE
+        path = self.options.folder / state_folder.STATE
         scratch = path.with_suffix(".part")
         try:
             scratch.write_text(json.dumps(state, indent=1))
@@ -391,7 +391,7 @@ def supervise(
     new_private_folder(options.folder)
     try:
         with only_one(options.folder):
-            (options.folder / scale.REQUEST).unlink(missing_ok=True)
+            (options.folder / state_folder.REQUEST).unlink(missing_ok=True)
             return asyncio.run(Supervisor(options, members, resized).run())
     except MillraceError as error:
         say("millrace", str(error))

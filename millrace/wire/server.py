@@ -9,7 +9,7 @@ from grpc_reflection.v1alpha import reflection
 
 from millrace.contracts.v1 import logs_pb2, logs_pb2_grpc
 from millrace.errors import Unavailable
-from millrace.telemetry.log_tail import TAIL
+from millrace.telemetry.logs import TAIL
 from millrace.wire.channel import OPTIONS, token
 from millrace.wire.gate import Gate, Observe, unobserved
 from millrace.wire.tls import identity

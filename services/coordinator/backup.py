@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from millrace.errors import InvalidState, MillraceError
-from millrace.local.private import new_private_folder
+from millrace.local.folders import new_private_folder
 from services.coordinator.options import STATE, RedisOption, StateOption
 from services.coordinator.redis_server import RedisServer, locked
 from services.coordinator.store import Store

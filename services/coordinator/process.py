@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from millrace.local.private import new_private_folder
+from millrace.local.folders import new_private_folder
 from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
 from millrace.wire.address import host_address, host_name
 from millrace.wire.http_server import GRACE_S, HttpServer, listening

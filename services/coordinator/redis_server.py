@@ -19,8 +19,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from millrace.errors import InvalidState, Unavailable
-from millrace.local.private import private_folder
-from millrace.local.sockets import LONGEST, short_root
+from millrace.local.folders import LONGEST, private_folder, short_root
 from services.coordinator.store.connection import is_closed_transport
 
 log = structlog.get_logger(__name__)

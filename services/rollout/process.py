@@ -10,7 +10,7 @@ import structlog
 
 from millrace.errors import MillraceError
 from millrace.ids import MemberId, new_member_id
-from millrace.local.sockets import remove_sockets, short_sockets
+from millrace.local.folders import remove_sockets, short_sockets
 from millrace.service_process import collect_rarely
 from millrace.spec.pool import ROLLOUT
 from millrace.telemetry import logs

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from services.coordinator.state.deaths import PLACE_BUDGET, TRAINER_BUDGET
+from services.coordinator.state.faults import PLACE_BUDGET, TRAINER_BUDGET
 from tests.e2e.conftest import finished, until, vowels_job
 from tests.models import byte_tokenizer, save_tiny_model, tiny_config
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.local.scale import scale
+from millrace.local.state_folder import scale
 from millrace.rest import JobState, MemberState
 from tests.e2e.conftest import until
 from tests.e2e.test_elastic import makers

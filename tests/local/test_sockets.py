@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import Unavailable
-from millrace.local import sockets
+from millrace.local import folders
 
 PROGRAM = """
 import os, sys
@@ -39,31 +39,31 @@ def test_a_process_is_forked_with_a_tmpdir_as_slurm_makes_them(tmp_path: Path) -
     assert ran.returncode == 0, ran.stderr
     forked, where = ran.stdout.splitlines()
     assert forked == "forked"
-    assert len(f"{where}/{'u' * 36}") <= sockets.LONGEST
+    assert len(f"{where}/{'u' * 36}") <= folders.LONGEST
     assert not Path(where).exists()
     assert not list(folder.iterdir())
 
 
 def test_the_folder_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
-    folder = sockets.short_sockets()
+    folder = folders.short_sockets()
     assert os.environ["VLLM_RPC_BASE_PATH"] == str(folder) == multiprocessing.util.get_temp_dir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_only_tempfile_of_the_block_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with sockets.short_temporary_folder(), tempfile.NamedTemporaryFile() as file:
-        assert Path(file.name).parent == sockets.short_root()
+    with folders.short_temporary_folder(), tempfile.NamedTemporaryFile() as file:
+        assert Path(file.name).parent == folders.short_root()
     assert tempfile.gettempdir() == str(tmp_path)
 
 
 def test_no_folder_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "ROOTS", (str(tmp_path / "none"),))
+    monkeypatch.setattr(folders, "ROOTS", (str(tmp_path / "none"),))
     long = tmp_path / ("a" * 60)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     with pytest.raises(Unavailable, match=r"^TMPDIR: .* is too long for a socket.*at most 48 bytes"):
-        sockets.short_root()
+        folders.short_root()
     monkeypatch.setattr(tempfile, "tempdir", "/run")
-    assert sockets.short_root() == Path("/run")
+    assert folders.short_root() == Path("/run")

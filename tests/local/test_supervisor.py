@@ -18,7 +18,7 @@ import pytest
 
 from millrace.client import Client
 from millrace.errors import InvalidState
-from millrace.local.scale import scale
+from millrace.local.state_folder import scale
 from tests.local.programs import TAKING_OVER, alive, eventually, supervising
 from tests.ports import held_port
 from tests.processes import runs

@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 from millrace.telemetry import logs
-from millrace.telemetry.log_tail import LONGEST_DETAILS, LONGEST_MESSAGE, LogTail
+from millrace.telemetry.logs import LONGEST_DETAILS, LONGEST_MESSAGE, LogTail
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millrace.rest import JobState
-from millrace.telemetry.log_tail import TAIL
+from millrace.telemetry.logs import TAIL
 from tests.web.stage import Stage
 
 pytestmark = [pytest.mark.web, pytest.mark.timeout(300)]

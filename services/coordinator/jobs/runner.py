@@ -27,7 +27,7 @@ from services.coordinator.stages.checkpoint import recover
 from services.coordinator.stages.report import report
 from services.coordinator.stages.run import Cancelled, Components, Run
 from services.coordinator.state.bell import waited
-from services.coordinator.state.deaths import TRAINER_BUDGET
+from services.coordinator.state.faults import TRAINER_BUDGET
 from services.coordinator.state.job import ACTIVE, JobRecord
 from services.coordinator.store import StoreDown, Superseded
 

@@ -9,7 +9,7 @@ from millrace.contracts.methods import LogsRpc
 from millrace.contracts.v1 import logs_pb2
 from millrace.ids import MemberId
 from millrace.rest import FleetView, LogLineView, LogView, MemberView
-from millrace.telemetry.log_tail import MOST_LINES, TAIL, LogLine
+from millrace.telemetry.logs import MOST_LINES, TAIL, LogLine
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.rest.schema import error_responses
 from services.coordinator.work.queue import Queue

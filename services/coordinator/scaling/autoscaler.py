@@ -9,7 +9,7 @@ import structlog
 from millrace import events
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import JobId
-from millrace.local.scale import span
+from millrace.local.state_folder import span
 from millrace.rest import MemberState
 from millrace.spec.pool import ROLLOUT
 from millrace.telemetry.metrics.prometheus import coordinator as names

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from millrace.errors import InvalidState, Unavailable
-from millrace.local.scale import scale, told
+from millrace.local.state_folder import scale, told
 
 
 class Scaler(Protocol):

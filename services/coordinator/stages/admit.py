@@ -10,14 +10,14 @@ from millrace.errors import InvalidState
 from millrace.ids import PromptId, Version
 from millrace.spec.schedule import Schedule
 from millrace.telemetry.spans.kinds import SpanKind
-from services.coordinator.observe.lengths import Fate
+from services.coordinator.observe.step_metrics import Fate
 from services.coordinator.stages.batch import Batch
 from services.coordinator.stages.feed import Feed
 from services.coordinator.stages.issue import issue
 from services.coordinator.stages.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.spans import traced
 from services.coordinator.state.bell import waited
-from services.coordinator.state.failures import Failures
+from services.coordinator.state.faults import Failures
 from services.coordinator.state.group import GroupSummary
 
 GATHER_S = 0.01

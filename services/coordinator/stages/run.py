@@ -18,14 +18,13 @@ from millrace.trackers import Tracker
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer, TrainerLost
 from services.coordinator.observe.events import Events
-from services.coordinator.observe.lengths import Lengths
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.span_store import SpanStore
-from services.coordinator.observe.step_metrics import step_row
+from services.coordinator.observe.step_metrics import Lengths, step_row
 from services.coordinator.publication.joining import Joining
 from services.coordinator.publication.publisher import Publisher
 from services.coordinator.state.bell import Bell, waited
-from services.coordinator.state.deaths import Deaths
+from services.coordinator.state.faults import Deaths
 from services.coordinator.state.job import JobRecord, Wanted
 from services.coordinator.state.member import Weights
 from services.coordinator.state.waiting import CurrentJob

@@ -17,7 +17,7 @@ from services.coordinator.observe.step_metrics import batch_metrics, mean, milli
 from services.coordinator.stages.batch import Batch, finish, keep, shown
 from services.coordinator.stages.run import Run
 from services.coordinator.stages.spans import close_groups, traced
-from services.coordinator.state.failures import TOLD_FROM, Failures
+from services.coordinator.state.faults import TOLD_FROM, Failures
 
 
 async def interrupted(run: Run) -> Batch | None:

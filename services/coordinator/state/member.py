@@ -12,7 +12,7 @@ from millrace.ids import JobId, MemberId, Version
 from millrace.rest import GpuView, HostView, MemberKind, MemberState, MemberView
 from millrace.sandbox.boundaries import Boundary
 from millrace.spec.pool import ROLLOUT
-from services.coordinator.state.deaths import place_of
+from services.coordinator.state.faults import place_of
 
 KINDS = {
     fleet_pb2.MEMBER_KIND_TRAINER: MemberKind.TRAINER,

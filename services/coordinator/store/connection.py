@@ -20,7 +20,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from millrace.errors import Unavailable
-from services.coordinator.state.deaths import lua_budgets
+from services.coordinator.state.faults import lua_budgets
 from services.coordinator.state.job import lua_ended
 from services.coordinator.state.ledger import lua_table
 from services.coordinator.store.address import NO_CLUSTER, pool, refused, shown

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.ids import Epoch, JobId, MemberId
-from services.coordinator.state.deaths import COUNT_S, Deaths
+from services.coordinator.state.faults import COUNT_S, Deaths
 from services.coordinator.store.connection import Connection, text
 from services.coordinator.store.jobs import key
 

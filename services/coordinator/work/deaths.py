@@ -1,12 +1,12 @@
 """Charges the deaths of members to the job whose work they held. What follows from that is in
-`services/coordinator/state/deaths.py`."""
+`services/coordinator/state/faults.py`."""
 
 from millrace import events
 from millrace.ids import MemberId
 from millrace.rest import MemberKind
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.observe.events import Events
-from services.coordinator.state.deaths import PLACE_BUDGET
+from services.coordinator.state.faults import PLACE_BUDGET
 from services.coordinator.state.job import ACTIVE, JobRecord
 from services.coordinator.state.member import Member
 from services.coordinator.state.waiting import CurrentJob

@@ -25,7 +25,7 @@ from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.samples import samples_of
 from services.coordinator.state.bell import Bell
-from services.coordinator.state.deaths import PROMPT_BUDGET
+from services.coordinator.state.faults import PROMPT_BUDGET
 from services.coordinator.state.group import GroupSummary, Wanted, fault
 from services.coordinator.state.job import ENDED
 from services.coordinator.state.lease import LeaseRef

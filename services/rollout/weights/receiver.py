@@ -18,9 +18,8 @@ from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.weights.plans.manifest import Content
 from millrace.weights.plans.wire_layouts import Planner
 from services.rollout.weights.engine_weights import CommitReport, EngineWeights, ReceiveReport
-from services.rollout.weights.expected import ExpectedMessages, expected
 from services.rollout.weights.sibling_copies import ServedContent, ServedVersion, SiblingCopies
-from services.rollout.weights.transfer_request import NO_PLAN, TransferRequest
+from services.rollout.weights.transfer_request import NO_PLAN, ExpectedMessages, TransferRequest, expected
 
 log = structlog.get_logger(__name__)
 VERSION_COMMITTED = "version committed"

@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple
 import structlog
 
 from millrace.errors import MillraceError, Unavailable
-from millrace.local.sockets import short_root
+from millrace.local.folders import short_root
 from millrace.wire.address import bind_address
 from millrace.wire.tls import Use, server_context
 from millrace.wire.tls.tunnel import way_to

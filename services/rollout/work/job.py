@@ -8,12 +8,15 @@ from typing import Any
 from millrace.contracts.v1 import work_pb2
 from millrace.data.chat import render
 from millrace.data.row import PromptRow
+from millrace.environments.built_in import BUILT_IN, VERIFIERS, OpenEnv, Verl, options_of
 from millrace.errors import BadRow, InvalidJob
 from millrace.ids import JobId, row_of
 from millrace.spec import JobSpec
+from millrace.spec.environment import Environment
+from millrace.spec.model import Reward
 from millrace.wire.channel import Peer
-from services.rollout.environments.environment import Environments
-from services.rollout.environments.opening import environments_of
+from services.rollout.environments.environment import Environments, ToolsAlone
+from services.rollout.environments.processes import EnvironmentPool
 from services.rollout.episode.chat import Chat
 from services.rollout.episode.episode import Prompt
 from services.rollout.judges.scorer import JudgeScorer
@@ -21,6 +24,8 @@ from services.rollout.pools.client import PoolClient
 from services.rollout.pools.scores import PoolScorer, Teacher
 from services.rollout.scoring.pool import RewardScorer, ScoringPool
 from services.rollout.sessions.command import check_command
+
+VERL_CLASS = "millrace.environments.verl.environment:VerlEnvironment"
 
 
 class Job:
@@ -136,3 +141,29 @@ def _decoded(value: str, field: str, lease: work_pb2.Lease) -> Any:
         return json.loads(value) if value else None
     except (ValueError, RecursionError) as error:
         raise BadRow(f"prompt {lease.prompt_id}: {field} is not JSON: {error}.", "fix the row.") from error
+
+
+def environments_of(environment: Environment, reward: Reward) -> Environments | None:
+    """The environment of a job, not started, with the limits of its `reward`; None if a host plays the episodes by
+    itself. Raises InvalidJob."""
+    if environment.name == VERIFIERS:
+        return None
+    itself = _itself(environment, reward)
+    if not environment.mcp:
+        return itself
+    from services.rollout.environments.mcp_tools import WithServers
+
+    return WithServers.of_job(itself, environment, reward)
+
+
+def _itself(environment: Environment, reward: Reward) -> Environments:
+    if environment.name not in BUILT_IN:
+        return EnvironmentPool.of_job(environment, reward)
+    options = options_of(environment.name, environment.options)
+    if isinstance(options, OpenEnv):
+        from services.rollout.environments.openenv import OpenEnvServer
+
+        return OpenEnvServer(options, environment.processes, environment.call_s)
+    if isinstance(options, Verl):
+        return EnvironmentPool.of_class(VERL_CLASS, environment, reward, options.folders)
+    return ToolsAlone(environment.episodes_at_once)

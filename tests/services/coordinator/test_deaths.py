@@ -6,7 +6,7 @@ from typing import Any
 from millrace.contracts.v1 import fleet_pb2
 from millrace.errors import MillraceError, Unavailable
 from millrace.rest import JobState
-from services.coordinator.state.deaths import PLACE_BUDGET, PROMPT_BUDGET, TRAINER_BUDGET, Deaths, place_of
+from services.coordinator.state.faults import PLACE_BUDGET, PROMPT_BUDGET, TRAINER_BUDGET, Deaths, place_of
 from tests.services.coordinator.cluster import Cluster, named, scenario, until
 from tests.services.coordinator.peers import Shape, SimulatedReplica, SimulatedTrainer
 

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 
 from millrace.errors import InvalidJob, Unavailable
-from millrace.local.sockets import short_temporary_folder
+from millrace.local.folders import short_temporary_folder
 from millrace.spec import JobSpec
 from millrace.telemetry import logs
 from services.rollout.engines.adapter import adapter_shape

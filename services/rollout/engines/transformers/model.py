@@ -19,7 +19,7 @@ from millrace.weights.plans.manifest import Manifest
 from millrace.weights.unread import Unread
 from services.rollout.engine import PoolModel, compute_threads
 from services.rollout.engines.adapter import AdapterShape, adapter_shape, not_served
-from services.rollout.engines.tied_head import check_tied_head
+from services.rollout.engines.options import check_tied_head
 
 
 class AdapterSlot:

@@ -39,9 +39,9 @@ from services.trainer.backends.megatron.published import (
     PublishedPart,
     check_whole_folder,
     read,
+    state,
 )
 from services.trainer.backends.megatron.schedule import Pipeline
-from services.trainer.backends.megatron.stored import state
 from services.trainer.protocol.backend import Critic, DataParallel, LossFn, Output, TokenScores
 from services.trainer.protocol.local_tensors import LocalBoxes, NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch

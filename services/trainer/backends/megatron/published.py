@@ -1,5 +1,10 @@
-"""What is published: tensors of which every rank holds boxes in its parameters, gathered on rank 0 or sent as boxes;
-and how a model folder is read: only the boxes that this rank holds."""
+"""The model as tensors of its folder, of which every rank holds boxes in its parameters: gathered on rank 0 or sent as
+boxes for a publication, read from a folder, and with the optimizer's tensors for a checkpoint.
+
+Checkpoints store boxes in the coordinates of the folder, so any topology reads what any other wrote, without gathering
+and conversion. That is true for tensor, pipeline and expert parallelism and for the flat shares of the distributed
+optimizer.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,18 +13,23 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from millrace.megatron import placement as plan
 from millrace.megatron.architectures.shape import ModelShape, Names
-from millrace.megatron.placement import Placement
+from millrace.megatron.placement import Placement, shares
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import Layers, Layout, layout, tensors, unread
 from millrace.weights.plans.layout import Layout as BoxLayout
 from millrace.weights.plans.layout import Place, row_major_strides
 from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
+from services.trainer.backends.megatron.master_weights import OwnedRange
+from services.trainer.backends.megatron.optimizer import Updater
 from services.trainer.checkpoints.model_files import ModelFiles, check_unread
+from services.trainer.protocol.local_tensors import LocalBoxes
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -224,3 +234,48 @@ def shards(
                 computed[len(buffers)] = of_chunk[name]
             buffers.append(held[name].detach())
     return Memory(manifest, BoxLayout.of(places, manifest), buffers, computed)
+
+
+def named_tensors(chunks: Sequence[nn.Module], layout: Layout) -> Iterator[tuple[Tensor, Placement]]:
+    """Parameters and buffers of chunks (without data-parallel wrappers), with their places in the model folder."""
+    for chunk, placements in zip(chunks, layout, strict=True):
+        tensors = {**dict(chunk.named_buffers()), **dict(chunk.named_parameters())}
+        yield from ((tensors[name], placement) for name, placement in placements.items())
+
+
+def state(
+    chunks: Sequence[nn.Module], layout: Layout, updater: Updater, *, tied_copy: Tensor | None
+) -> dict[str, LocalBoxes]:
+    """`model.<name>` in float32, and `exp_avg.<name>` and `exp_avg_sq.<name>` after the first update; `<name>` is that
+    in the model folder. `tied_copy` is an output head that is a copy of the embedding of another stage."""
+    placements = {id(tensor): placement for tensor, placement in named_tensors(chunks, layout)}
+    found: dict[str, LocalBoxes] = {}
+    seen = set()
+    for owned in updater.owned_ranges():
+        placement, saved_here = placements[id(owned.parameter)], owned.parameter is not tied_copy
+        seen.add(id(owned.parameter))
+        for kind, flat in _states(owned):
+            _add(found, kind, placement, owned.first, flat, saved_here)
+    trained = {id(p) for chunk in chunks for p in chunk.parameters() if p.requires_grad}
+    for tensor, placement in named_tensors(chunks, layout):
+        if id(tensor) not in trained | seen:
+            _add(found, "model", placement, 0, tensor.detach().view(-1), saved_here=tensor is not tied_copy)
+    return found
+
+
+def _states(owned: OwnedRange) -> Iterator[tuple[str, Tensor]]:
+    yield "model", owned.master
+    for name in MOMENTS:
+        flat = owned.moment(name)
+        if flat is not None:
+            yield name, flat
+
+
+def _add(
+    found: dict[str, LocalBoxes], kind: str, placement: Placement, first: int, flat: Tensor, saved_here: bool
+) -> None:
+    for share in shares(placement, first, first + flat.numel()):
+        name = f"{kind}.{share.tensor.name}"
+        boxes = found.setdefault(name, LocalBoxes(tuple(share.tensor.shape), flat.dtype, saved_here=saved_here))
+        view = flat.as_strided(share.extent, share.strides, flat.storage_offset() + share.start)
+        boxes.parts[share.source] = view

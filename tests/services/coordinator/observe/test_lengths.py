@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from services.coordinator.observe.lengths import Fate, Lengths
+from services.coordinator.observe.step_metrics import Fate, Lengths
 from services.coordinator.state.group import GroupSummary
 from tests.services.coordinator.state.test_group import group, trajectory
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from millrace.cli import app
-from millrace.telemetry.log_tail import TAIL
+from millrace.telemetry.logs import TAIL
 from tests.services.coordinator.cluster import Cluster, scenario
 from tests.services.coordinator.conftest import CoordinatorProcess
 

@@ -1,6 +1,6 @@
 from millrace.drops import DropReason
 from millrace.rest import LedgerView
-from services.coordinator.state.failures import Failures
+from services.coordinator.state.faults import Failures
 
 
 def ledger(trained: int, reasons: dict[DropReason, int]) -> LedgerView:

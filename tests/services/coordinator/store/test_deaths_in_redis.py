@@ -1,7 +1,7 @@
 """Deaths that are charged to a job do not add up over its whole life."""
 
 from millrace.ids import MemberId
-from services.coordinator.state.deaths import COUNT_S, place_of
+from services.coordinator.state.faults import COUNT_S, place_of
 from services.coordinator.store import Store
 from services.coordinator.store.connection import text
 from tests.services.coordinator.redis import a_job, queued, with_store

@@ -12,7 +12,7 @@ from millrace.drops import Drop, DropReason
 from millrace.errors import Fenced
 from millrace.ids import Fence, LeaseId, MemberId, PromptId, Purpose
 from millrace.rest import JobState
-from services.coordinator.state.deaths import PROMPT_BUDGET, SUSPECT_AFTER
+from services.coordinator.state.faults import PROMPT_BUDGET, SUSPECT_AFTER
 from services.coordinator.state.group import GroupSummary
 from services.coordinator.state.lease import Claim, Draft, DroppedPrompt, LeaseRef
 from services.coordinator.state.ledger import Counts, Move, PromptState, after

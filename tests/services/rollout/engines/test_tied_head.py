@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from millrace.errors import InvalidJob
 from millrace.spec.pool import Pool, PoolTask
 from services.rollout.engine import PoolModel
-from services.rollout.engines.tied_head import check_tied_head
+from services.rollout.engines.options import check_tied_head
 from services.rollout.engines.transformers.model import load
 from tests.models import save_tiny_model
 

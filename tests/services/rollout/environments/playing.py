@@ -10,11 +10,11 @@ from millrace.contracts.v1 import common_pb2
 from millrace.data.chat import Rendered
 from millrace.data.row import PromptRow
 from services.rollout.engine import Completion, Sampling
-from services.rollout.environments.opening import environments_of
 from services.rollout.environments.runner import EnvironmentEpisodes
 from services.rollout.episode.chat import Chat
 from services.rollout.episode.episode import Episode, Prompt
 from services.rollout.episode.slots import Slots
+from services.rollout.work.job import environments_of
 from tests.services.rollout.episode.formats import CHATML as PLAIN_CHATML
 from tests.services.rollout.episode.formats import merging_tokenizer, sampled
 from tests.services.rollout.jobs import job_spec

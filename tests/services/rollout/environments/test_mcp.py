@@ -14,7 +14,7 @@ from millrace.errors import InvalidJob, Unavailable
 from millrace.spec.environment import Environment
 from millrace.validation.mistakes import InvalidValue
 from services.rollout.environments.environment import Called, EnvironmentFailed
-from services.rollout.environments.opening import environments_of
+from services.rollout.work.job import environments_of
 from tests.ports import held_port
 from tests.services.rollout.environments.playing import account_of, call, environments, play
 from tests.services.rollout.jobs import job_spec

@@ -9,8 +9,7 @@ from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.gather_broadcast import gather_broadcast
 from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest, TensorInfo
-from services.rollout.weights.expected import ExpectedMessages, expected
-from services.rollout.weights.transfer_request import TransferRequest
+from services.rollout.weights.transfer_request import ExpectedMessages, TransferRequest, expected
 
 MANIFEST = Manifest((TensorInfo("a", (8, 8), "float32"), TensorInfo("b", (8,), "float32")))
 BROADCAST, SHARDED = weights_pb2.PATH_GATHER_BROADCAST, weights_pb2.PATH_SHARDED

@@ -16,8 +16,7 @@ from millrace.engines import ENGINES
 from millrace.engines.vllm import SET_BY_REPLICAS
 from millrace.errors import InvalidJob
 from services.rollout.engine import PoolModel
-from services.rollout.engines.options import has_latents, mistake_in
-from services.rollout.engines.tied_head import check_tied_head
+from services.rollout.engines.options import check_tied_head, has_latents, mistake_in
 from services.rollout.engines.vllm.environment import before_start, set_cpu_environment
 from services.rollout.engines.vllm.options import CPU_KV_CACHE_BYTES, ON_LATENTS, without_broken_fusion
 from services.rollout.engines.vllm.processes import shut_down, start_errors

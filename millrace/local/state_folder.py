@@ -1,21 +1,50 @@
-"""How `millrace scale` tells the supervisor of a running stack the number of replicas: by a file in the state folder,
-which the supervisor answers in `stack.json`."""
+"""The state folder of a stack: its supervisor locks a file there, so that one stack at a time runs on it, and takes
+from another file how many replicas `millrace scale` asks for. It answers in `stack.json`.
+"""
 
+import contextlib
+import fcntl
 import json
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from millrace.errors import InvalidState, Unavailable
-from millrace.local.lock import is_running
 
+FILE = "lock"
 STATE = "stack.json"
 REQUEST = "scale.json"
 ANSWER_S = 15.0
 """How long the supervisor may take to answer."""
 LOOK_S = 0.1
+
+
+@contextlib.contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """The kernel releases the lock when this process ends, however it ends. Raises InvalidState if another has it."""
+    with (folder / FILE).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InvalidState(
+                f"another stack runs on the state folder {folder}.", "stop it, or give --state another folder."
+            ) from error
+        yield
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a stack runs on the state folder."""
+    try:
+        with (folder / FILE).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Unix sockets in a folder with a short path.
+"""Folders of a service: those that only its user may read, since they hold jobs, data and samples, and those with a
+path that is short enough for Unix sockets.
 
 Linux takes 107 bytes for the path of a socket. TMPDIR, where Python and the engines put theirs, is often longer than
 that on a cluster: Slurm names a folder after user, job and step.
@@ -14,11 +15,31 @@ from pathlib import Path
 
 from millrace.errors import Unavailable
 
+OTHERS = 0o077
+"""The rights of everybody else."""
 LONGEST = 107
 """Bytes of a socket's path."""
 LONGEST_NAME = 59
 """Bytes that are put behind `short_root()`, at most: a private folder, and vLLM's names of 36 characters in it."""
 ROOTS = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def private_folder(path: Path) -> None:
+    """Makes a folder of Millrace's own, or takes others' rights away from the one that is there already."""
+    new_private_folder(path)
+    with contextlib.suppress(PermissionError):
+        if (mode := path.stat().st_mode) & OTHERS:
+            path.chmod(mode & ~OTHERS)
+
+
+def new_private_folder(path: Path) -> None:
+    """Makes a folder that a user names. One that is there already stays as it is: other things may be in it."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def private_file(path: str, flags: int) -> int:
+    """For `open`'s `opener`: a new file is this user's alone."""
+    return os.open(path, flags, 0o600)
 
 
 def short_root() -> Path:

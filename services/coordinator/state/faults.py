@@ -1,4 +1,5 @@
-"""Deaths of members that worked for a job, and when they are the job's fault.
+"""Deaths of members that worked for a job, when they are its fault, and how many of its prompts were dropped because
+their reward or environment failed.
 
 A job ends only itself. Each death is charged to the job whose work the member held: to its place (the address, which
 the next life of the process has too) and to each prompt that it held. A completed group settles the deaths of all
@@ -9,6 +10,10 @@ the prompt is dropped, with the last words of who died.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Self
+
+from millrace.drops import DropReason
+from millrace.rest import LedgerView
 
 PLACE_BUDGET = 3
 """Deaths of one place with no group of the job completed in between."""
@@ -20,6 +25,11 @@ TRAINER_BUDGET = 5
 """Times that the trainer is lost at one step; once more and the job fails."""
 COUNT_S = 86_400
 """Seconds after the last death in which the deaths of a job count."""
+REASONS = (DropReason.REWARD_FAILED, DropReason.ENVIRONMENT_FAILED)
+LEAST = 32
+"""Prompts, and at least two steps' worth, before a share of them is judged."""
+TOLD_FROM = 0.02
+"""A job is warned from this share on."""
 
 
 @dataclass(frozen=True)
@@ -53,3 +63,29 @@ def place_of(pool: str, address: str) -> str:
 def lua_budgets() -> str:
     """The budgets of prompts, and how long deaths count, as Lua's variables."""
     return f"local PROMPT_BUDGET, SUSPECT_AFTER, DEATHS_COUNT_S = {PROMPT_BUDGET}, {SUSPECT_AFTER}, {COUNT_S}\n"
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Of the prompts whose answers were scored, or were to be."""
+
+    failed: int
+    scored: int
+    """Prompts that have, or had, a group, and those that failed."""
+
+    @classmethod
+    def of(cls, ledger: LedgerView) -> Self:
+        failed = sum(ledger.reasons.get(reason, 0) for reason in REASONS)
+        groups = ledger.generated + ledger.trained + ledger.reasons.get(DropReason.NO_SIGNAL, 0)
+        return cls(failed, groups + failed)
+
+    @property
+    def share(self) -> float:
+        return self.failed / max(1, self.scored)
+
+    def exceed(self, limit: float, per_step: int) -> bool:
+        """Whether they are more than the job allows."""
+        return self.scored >= max(LEAST, 2 * per_step) and self.share > limit
+
+    def __str__(self) -> str:
+        return f"{self.failed} of {self.scored} prompts ({self.share:.0%})"
