@@ -104,7 +104,7 @@ def _openapi() -> dict[str, Any]:
             """Does nothing."""
 
     absent: Any = Absent()
-    return application(absent, absent, absent, "127.0.0.1").openapi()
+    return application(absent, absent, absent, absent, "127.0.0.1").openapi()
 
 
 def _call(method: str, path: str, call: Schema, common: Collection[str]) -> str:

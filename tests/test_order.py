@@ -40,6 +40,7 @@ ORDER = {
         process
         standby
         rest
+        webhooks
         jobs scaling
         servicers stages
         publication work

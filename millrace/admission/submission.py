@@ -33,11 +33,13 @@ from millrace.rewards.locate import Target
 from millrace.spec import parse
 from millrace.spec.job import PLACEHOLDER, JobSpec
 from millrace.spec.model import Model
+from millrace.spec.schedule import Webhook
 from millrace.spec.trainer import ROLES
 from millrace.trackers import check_trackers
 from millrace.validation.mistakes import options as checked_options
 from millrace.validation.roots import ROOTS, lies_below, roots
 from millrace.validation.secrets import secret_of_job
+from millrace.validation.urls import check_of_job
 
 RUNS = "MILLRACE_RUNS"
 """Environment variable of the coordinator with the folder that `{runs}` stands for."""
@@ -264,7 +266,19 @@ def _rest(spec: JobSpec) -> Iterator[Mistake]:
     yield from _attempt(check_trackers, spec.tracking.trackers)
     if spec.tracking.api_key is not None:
         yield from _attempt(secret_of_job, spec.tracking.api_key, "tracking.api_key")
+    for number, webhook in enumerate(spec.webhooks):
+        yield from _attempt(check_webhook, webhook, f"webhooks.{number}")
     yield from _attempt(_output, Path(spec.output))
+
+
+def check_webhook(webhook: Webhook, field: str) -> None:
+    """Raises InvalidJob where the webhook may not be called, or a secret of it is not there."""
+    url = webhook.url
+    if not url.startswith("http"):
+        url = secret_of_job(url, f"{field}.url").get_secret_value()
+    check_of_job(url, f"{field}.url", webhook.url)
+    if webhook.secret is not None:
+        secret_of_job(webhook.secret, f"{field}.secret")
 
 
 def _backend(spec: JobSpec) -> None:

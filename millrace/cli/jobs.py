@@ -264,3 +264,31 @@ def drain(member: MemberName, url: Url = None, as_json: AsJson = False) -> None:
     with connect(url) as client:
         drained = client.drain(member_id(client, member))
     print_json(drained) if as_json else people().print(f"{drained.id}  {styled(drained.state)}")
+
+
+webhooks = typer.Typer(no_args_is_help=True, help="Webhooks, by which people are told how jobs end.")
+
+
+@webhooks.callback()
+def of_webhooks() -> None:
+    """Keeps `test` a command of its own."""
+
+
+@webhooks.command("test")
+def test_webhooks(
+    job: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="Test those of this job; by default the coordinator's own.")
+    ] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Send a test message to webhooks, once. Status 1 if one was not delivered."""
+    with connect(url) as client:
+        found = client.test_webhooks(None if job is None else job_id(client, job))
+    if as_json:
+        print_json(found)
+    else:
+        for each in found:
+            told = "delivered" if each.delivered else f"not delivered: {each.reason}"
+            people().print(f"{each.field}: {told}", style="" if each.delivered else "red", markup=False)
+    raise typer.Exit(0 if all(each.delivered for each in found) else 1)

@@ -41,6 +41,7 @@ from millrace.rest import (
 from millrace.rest.diagnosis import DiagnosisView
 from millrace.rest.timeline import TimelineView
 from millrace.rest.users import AuditView, NewToken, Role, UserView
+from millrace.rest.webhooks import WebhookResult
 
 if TYPE_CHECKING:
     from millrace.spec import JobSpec
@@ -192,6 +193,14 @@ class Client(Connection):
         """The newest lines, at most 200, that a member has logged; `coordinator` names the coordinator itself. Raises
         NotFound, and Unavailable where the member does not answer."""
         return self._view(LogView, "GET", f"/v1/fleet/{member_id}/log?lines={lines}")
+
+    def test_webhooks(self, job_id: str | None = None) -> list[WebhookResult]:
+        """Sends a test message to each webhook of a job, or to that of the coordinator. Raises NotFound, and
+        InvalidState where there is none."""
+        path = "/v1/webhooks/test" if job_id is None else f"/v1/jobs/{job_id}/webhooks/test"
+        answer = self._ask("POST", path)
+        with self._parsing():
+            return [WebhookResult.model_validate(row) for row in answer.json()]
 
     # Users, for admins.
 

@@ -25,6 +25,7 @@ from millrace.events.job import (
     ReportFailed,
     StopCause,
     TrackerFailed,
+    WebhookFailed,
 )
 from millrace.events.kind import EventData, EventKind
 from millrace.events.members import (
@@ -103,6 +104,7 @@ __all__ = [
     "TrainerLost",
     "TrainerOutOfMemory",
     "TrainingWarning",
+    "WebhookFailed",
 ]
 
 
@@ -145,6 +147,7 @@ Payload = (
     | CheckpointFailed
     | TrackerFailed
     | ReportFailed
+    | WebhookFailed
 )
 """What the coordinator can emit."""
 

@@ -92,3 +92,11 @@ class ReportFailed(EventData):
     """The job's report could not be written."""
 
     kind: Literal[EventKind.REPORT_FAILED] = EventKind.REPORT_FAILED
+
+
+class WebhookFailed(EventData):
+    """A message of a webhook of the job was not delivered in any attempt."""
+
+    kind: Literal[EventKind.WEBHOOK_FAILED] = EventKind.WEBHOOK_FAILED
+    webhook: str = Field(description="Its field in the job spec.")
+    message: str = Field(description="The kind of the message.")

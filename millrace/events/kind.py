@@ -36,6 +36,7 @@ class EventKind(StrEnum):
     CHECKPOINT_FAILED = "checkpoint.failed"
     TRACKER_FAILED = "tracker.failed"
     REPORT_FAILED = "report.failed"
+    WEBHOOK_FAILED = "webhook.failed"
 
 
 class EventData(BaseModel):

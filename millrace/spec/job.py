@@ -11,7 +11,7 @@ from millrace.spec.migrations import migrated
 from millrace.spec.model import Data, Evaluation, Model, Reward
 from millrace.spec.pool import Pool, PoolTask
 from millrace.spec.rollout import Rollout
-from millrace.spec.schedule import Deadlines, Publication, Schedule, Tracking
+from millrace.spec.schedule import Deadlines, Publication, Schedule, Tracking, Webhook
 from millrace.spec.trainer import Trainer
 from millrace.validation.fields import StrictModel
 
@@ -60,6 +60,10 @@ class JobSpec(StrictModel):
     """How long each remote operation may take."""
     tracking: Tracking = Field(Tracking(), examples=[{"trackers": ["tensorboard"]}])
     """Which experiment trackers get the job's step metrics and samples."""
+    webhooks: list[Webhook] = Field(
+        default_factory=list, max_length=8, examples=[[{"url": "https://hooks.example.com/millrace"}]]
+    )
+    """Who is told that the job ended, failed or stands still."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,6 +1,6 @@
 """How long a job runs, how far generation may run ahead, what is kept, and how long an operation may take."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -120,6 +120,25 @@ class Tracking(StrictModel):
     """Groups of each step that are kept for GET /v1/jobs/{id}/samples and sent to the trackers."""
     samples_kept: int = Field(2000, ge=1, le=2_000_000)
     """Trajectories of the whole job that are kept, the newest ones. Redis holds their prompts and answers."""
+
+
+WebhookReason = Literal["succeeded", "failed", "cancelled", "stalled"]
+
+
+class Webhook(StrictModel):
+    url: str = Field(max_length=2048, pattern=r"^(https?://[!-~]+|env:[A-Za-z_][A-Za-z0-9_]*|file:/[^\x00-\x1f]+)$")
+    """Where messages are sent by POST: `https://HOST/PATH`, or the place of a URL that is a secret, on the coordinator:
+    `env:NAME` or `file:/path`. Redirects are not followed. Internal addresses, and http, need
+    MILLRACE_WEBHOOK_HOSTS on the coordinator (docs/security.md)."""
+    secret: SecretReference | None = Field(None, examples=["env:TEAM_WEBHOOK_KEY"])
+    """The place of the key that signs the messages, on the coordinator: `env:NAME` or `file:/path`. null: they are not
+    signed."""
+    when: list[WebhookReason] = Field(
+        default_factory=lambda: list(get_args(WebhookReason)), min_length=1, examples=[["failed", "stalled"]]
+    )
+    """What is told: how the job ended, and that it has trained no step for `stalled_s`."""
+    stalled_s: Seconds = 3600.0
+    """Seconds without a step, in which the job was not paused, after which it counts as stalled. Told once a step."""
 
 
 class Publication(StrictModel):

@@ -22,8 +22,11 @@ from services.coordinator.options import (
     PriceOption,
     RedisOption,
     ScalerOption,
+    StalledOption,
     StateOption,
     UpOption,
+    WebhookKeyOption,
+    WebhookOption,
 )
 from services.coordinator.state.member import Patience
 
@@ -64,10 +67,14 @@ def main(
     replica_budget: BudgetOption = 0.0,
     scale_up_s: UpOption = 30.0,
     scale_down_s: DownOption = 300.0,
+    webhook: WebhookOption = "",
+    webhook_key: WebhookKeyOption = "",
+    stalled_after_s: StalledOption = 3600.0,
     version: VersionOption = False,
 ) -> None:
     """Starts the coordinator. SIGTERM and SIGINT stop it; jobs continue when it is started again."""
     from services.coordinator.process import Settings  # what it imports takes a second
+    from services.coordinator.webhooks import own_webhook
 
     try:
         scaled = (
@@ -84,6 +91,7 @@ def main(
             keep_jobs,
             lease_s,
             scaled,
+            own_webhook(webhook, webhook_key, stalled_after_s),
         )
         logs.configure("coordinator")
         export.configure("coordinator")

@@ -30,6 +30,26 @@ DownOption = Annotated[
     float,
     typer.Option(envvar="MILLRACE_SCALE_DOWN_S", help="Least seconds between a change and fewer replicas.", min=1),
 ]
+WebhookOption = Annotated[
+    str,
+    typer.Option(
+        envvar="MILLRACE_WEBHOOK",
+        metavar="URL",
+        help="Is told how jobs end, and that one stands still: a URL, or env:NAME or file:/path of it.",
+    ),
+]
+WebhookKeyOption = Annotated[
+    str,
+    typer.Option(
+        "--webhook-secret", envvar="MILLRACE_WEBHOOK_SECRET", help="env:NAME or file:/path of the key that signs."
+    ),
+]
+StalledOption = Annotated[
+    float,
+    typer.Option(
+        envvar="MILLRACE_STALLED_AFTER_S", help="Seconds without a step after which --webhook is told.", min=1.0
+    ),
+]
 LeaseOption = Annotated[
     float,
     typer.Option(

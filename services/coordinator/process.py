@@ -37,6 +37,7 @@ from services.coordinator.state.bell import Bell
 from services.coordinator.state.member import Patience
 from services.coordinator.state.waiting import CurrentJob
 from services.coordinator.store import Holder, Store, StoreDown, Superseded
+from services.coordinator.webhooks import Hook, Webhooks
 from services.coordinator.work.deaths import DeathWatch
 from services.coordinator.work.queue import Queue
 
@@ -61,6 +62,8 @@ class Settings:
     """How long a coordinator leads after it was heard by Redis last."""
     autoscale: tuple[Scaler, Scaling] | None = None
     """What starts and stops the replicas of `rollout`, and by what rules; None: they are not scaled."""
+    webhook: Hook | None = None
+    """Is told of every job; None: only webhooks of jobs are."""
 
 
 class Coordinator:
@@ -134,10 +137,12 @@ class Coordinator:
             work_address=_work_address(self._settings.grpc_host, grpc.port),
         )
         control = Control(store, events, control_bell, components.turn)
-        own, app = identity(), application(components, control, JobViews(components), self._settings.http_host)
+        views = JobViews(components)
+        webhooks = Webhooks(components, views, self._settings.webhook)
+        own, app = identity(), application(components, control, views, webhooks, self._settings.http_host)
         rest = HttpServer(app, certificate_required=own is not None and own.rest_clients_required)
         await grpc.start()
-        work = [asyncio.create_task(each) for each in self._work(components)]
+        work = [asyncio.create_task(each) for each in (*self._work(components), webhooks.run())]
         serving = asyncio.create_task(rest.serve(sockets=[http.dup()]))
         stopping = asyncio.create_task(stop.wait())
         log.info("coordinator started", http=http.getsockname()[:2], grpc=grpc.port, redis=store.connection.name)

@@ -31,6 +31,7 @@ SECTIONS = {
     "evaluation": {"files": ["held_out.parquet"]},
     "algorithm": {"critic": {}, "advantage": "gae", "distillation": {"pool": "teacher"}},
     "reward": {"functions": [{"function": "math", "name": "right"}, {"pool": "quality", "name": "liked"}]},
+    "webhooks": [{"url": "https://hooks.example.com"}],
     "pools": [{"name": "quality", "path": "/reward-model"}, {"name": "teacher", "path": "/teacher"}],
 }
 """Sections that a job may leave out and that have numbers."""

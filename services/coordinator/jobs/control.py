@@ -32,6 +32,7 @@ from services.coordinator.store import Store
 CHANGEABLE = {
     "deadlines": False,
     "tracking": False,
+    "webhooks": False,
     "publication": False,
     "reward.workers": False,
     "reward.timeout_s": False,

@@ -20,6 +20,7 @@ from services.coordinator.rest.problems import install
 from services.coordinator.rest.roles import check_table
 from services.coordinator.rest.schema import CALLERS, EVERYWHERE, Application, Responses, error_responses
 from services.coordinator.stages.run import Components
+from services.coordinator.webhooks import Webhooks
 
 ABOUT = """Reinforcement-learning post-training of language models as three services.
 
@@ -44,7 +45,7 @@ class ScrapeTarget(BaseModel):
     labels: dict[str, str]
 
 
-def application(components: Components, control: Control, views: JobViews, name: str) -> FastAPI:
+def application(components: Components, control: Control, views: JobViews, webhooks: Webhooks, name: str) -> FastAPI:
     """The application of one coordinator. `name` is the host that it listens at."""
     app = Application(
         title="Millrace", version=__version__, description=ABOUT, docs_url=None, redoc_url=None, responses=EVERYWHERE
@@ -62,6 +63,7 @@ def application(components: Components, control: Control, views: JobViews, name:
     routers = (
         jobs.routes(components.store, control, views, components.events),
         timeline.routes(components.store, components.spans),
+        jobs.webhook_routes(components.store, webhooks),
         fleet.routes(components.fleet, components.queue),
         reading.routes(),
         users.routes(components.store.users, components.store.audit),

@@ -1,4 +1,4 @@
-"""/v1/jobs: submitting, reading, controlling and following jobs."""
+"""/v1/jobs: submitting, reading, controlling and following jobs, and tests of webhooks."""
 
 import json
 from collections.abc import AsyncIterator
@@ -13,6 +13,7 @@ from millrace.errors import InvalidJob
 from millrace.events import Event, JobMoved
 from millrace.rest import JobPage, JobState, JobView, LedgerView, SampleView, StepMetrics
 from millrace.rest.users import Role
+from millrace.rest.webhooks import WebhookResult
 from millrace.spec.job import Notes
 from millrace.validation.mistakes import explain
 from services.coordinator.jobs.control import Control
@@ -34,6 +35,7 @@ from services.coordinator.rest.schema import (
 from services.coordinator.state.job import ENDED
 from services.coordinator.store import Store
 from services.coordinator.store.records import EVENTS_KEPT
+from services.coordinator.webhooks import Webhooks
 
 CURSOR = r"^$|^\d{1,15}(\.\d{1,20})?$"
 """A cursor of the list of jobs: the Unix time of a submission."""
@@ -208,3 +210,21 @@ def frame(event: Event) -> bytes:
     """One server-sent event. It is pure ASCII: many readers take U+2028 and similar characters for a line end."""
     data = json.dumps(json.loads(event.model_dump_json()))
     return f"id: {event.id}\nevent: {event.kind}\ndata: {data}\n\n".encode()
+
+
+def webhook_routes(store: Store, webhooks: Webhooks) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["webhooks"])
+
+    @router.post("/webhooks/test", responses=error_responses({409: "The coordinator has no webhook."}))
+    async def test_own() -> list[WebhookResult]:
+        """Sends a test message to the webhook of the coordinator, once."""
+        return await webhooks.test(None)
+
+    @router.post(
+        "/jobs/{job_id}/webhooks/test", responses=error_responses({404: "No such job.", 409: "It has no webhooks."})
+    )
+    async def test_of_job(job_id: Id) -> list[WebhookResult]:
+        """Sends a test message to each webhook of the job, once."""
+        return await webhooks.test(await store.jobs.get(job_id))
+
+    return router

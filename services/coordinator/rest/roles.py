@@ -32,6 +32,8 @@ ROLES: Mapping[tuple[str, str], Role] = {
     ("GET", "/v1/fleet/{member_id}/log"): Role.ADMIN,  # it names the jobs of all
     ("GET", "/v1/spec/schema"): Role.READ,
     ("POST", "/v1/spec/validate"): Role.SUBMIT,  # it looks at files
+    ("POST", "/v1/webhooks/test"): Role.ADMIN,
+    ("POST", "/v1/jobs/{job_id}/webhooks/test"): Role.SUBMIT,
     ("GET", "/v1/users"): Role.ADMIN,
     ("POST", "/v1/users"): Role.ADMIN,
     ("DELETE", "/v1/users/{name}"): Role.ADMIN,

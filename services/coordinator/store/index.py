@@ -21,6 +21,7 @@ log = structlog.get_logger(__name__)
 ALL = "millrace:jobs"
 FINISHED = "millrace:finished"
 OUTPUT = "millrace:output:"
+REPORTED = "millrace:reported_until"
 FIELDS = tuple(name for name in JobRecord.__dataclass_fields__ if name != "spec_json")
 """Fields of the jobs in a list."""
 NAMES = tuple(name.encode() for name in FIELDS)
@@ -105,6 +106,20 @@ class JobIndex:
         """Up to `limit` jobs that ended after the Unix time `since_s`, the last one first."""
         found = await self._redis.do("ZRANGE", FINISHED, "+inf", since_s, "BYSCORE", "REV", "LIMIT", 0, limit)
         return [JobId(text(i)) for i in found]
+
+    async def ended_after(self, time_s: float, limit: int) -> list[tuple[JobId, float]]:
+        """Up to `limit` jobs that ended after this Unix time, each with that of its end, the first one first."""
+        asked = ("ZRANGE", FINISHED, f"({time_s!r}", "+inf", "BYSCORE", "LIMIT", 0, limit, "WITHSCORES")
+        found = [text(each) for each in await self._redis.do(*asked)]
+        return [(JobId(job_id), float(at)) for job_id, at in zip(found[::2], found[1::2], strict=True)]
+
+    async def reported_until(self) -> float | None:
+        """Unix time until which ends of jobs were reported by webhooks; None where that never began."""
+        found = await self._redis.do("GET", REPORTED)
+        return None if found is None else float(text(found))
+
+    async def set_reported_until(self, time_s: float) -> None:
+        await self._redis.do("SET", REPORTED, repr(time_s))
 
     async def finished_beyond(self, keep: int) -> list[JobId]:
         """Some of the jobs that ended before the last `keep` that did; the longest ago first."""

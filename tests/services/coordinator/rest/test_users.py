@@ -71,7 +71,7 @@ def test_no_endpoint_can_be_forgotten() -> None:
         def __call__(self, *_: Any) -> None: ...
 
     absent: Any = Absent()
-    application(absent, absent, absent, "127.0.0.1")
+    application(absent, absent, absent, absent, "127.0.0.1")
     with pytest.raises(MillraceError, match="POST /v1/new"):
         check_table({*ROLES, ("POST", "/v1/new")})
 
