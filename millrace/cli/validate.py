@@ -38,8 +38,7 @@ def validate(
         ),
     ] = None,
     gpus_per_host: Annotated[
-        int,
-        typer.Option("--gpus-per-host", min=1, max=MOST_RANKS, help="GPUs of each host of the trainer."),
+        int, typer.Option("--gpus-per-host", min=1, max=MOST_RANKS, help="GPUs of each host of the trainer.")
     ] = 8,
     judges: Annotated[
         bool, typer.Option("--judges", help="Ask each judge of the reward once, about the first row.")

@@ -29,12 +29,10 @@ def main(
         float, typer.Option(envvar="MILLRACE_DRAIN_S", help="Seconds to finish its leases when it is stopped.")
     ] = 600.0,
     stall_s: Annotated[
-        float,
-        typer.Option(envvar="MILLRACE_STALL_S", min=0.1, help="Seconds that the engine may take for one batch."),
+        float, typer.Option(envvar="MILLRACE_STALL_S", min=0.1, help="Seconds that the engine may take for one batch.")
     ] = 300.0,
     pool: Annotated[
-        str,
-        typer.Option(envvar="MILLRACE_POOL", help="Pool that it scores for; `rollout`: it generates."),
+        str, typer.Option(envvar="MILLRACE_POOL", help="Pool that it scores for; `rollout`: it generates.")
     ] = ROLLOUT,
     nodes: NodesOption = 1,
     node_rank: NodeRankOption = 0,
