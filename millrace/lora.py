@@ -47,8 +47,9 @@ GIVE = f"give a folder that PEFT wrote: {CONFIG} and {WEIGHTS}, at the same path
 Shape = tuple[int, ...]
 TARGETS, EXCLUDED = "model.lora.target_modules", "model.lora.exclude_modules"
 RECURRENT = "GatedDeltaNet"
-"""The end of the names of classes whose inner layers have no adapter. Engines fuse these layers in another way than
-folders store them, and an adapter on them was not shown to be the same in trainer and engine."""
+"""Ending of the class names of recurrent layers in transformers. The layers inside them have no adapter: engines fuse
+them in another way than folders store them, and an adapter on them was not shown to be the same in trainer and
+engine."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,26 @@ PASSES = 3.0
 """Forward and backward in terms of the forward pass: a backward pass computes two products for each of the forward."""
 STATE_PRODUCTS = 3
 """Products of a token with the state of a recurrent layer."""
+LINEAR = "linear_attention"
+"""Kind of a recurrent layer in the entry `layer_types` of a config."""
+INTERVAL = 4
+"""Every so many layers one attends if a config has neither `layer_types` nor `full_attention_interval`."""
+
+
+def recurrence_by_layer(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Whether each layer has a recurrence (linear attention) instead of attention, by the entries of a Hugging Face
+    config (of its text part). Empty for a model without such layers.
+
+    Older configs of GatedDeltaNet have no `layer_types`, and some of them no `full_attention_interval`.
+    """
+    if kinds := config.get("layer_types"):
+        found = tuple(kind == LINEAR for kind in kinds)
+    elif config.get("linear_num_value_heads"):
+        interval = config.get("full_attention_interval") or INTERVAL
+        found = tuple(bool((layer + 1) % interval) for layer in range(int(config["num_hidden_layers"])))
+    else:
+        return ()
+    return found if any(found) else ()
 
 
 @dataclass(frozen=True)
@@ -32,7 +52,7 @@ class AttentionLayer:
         attention (GatedDeltaNet, arXiv 2412.06464) has a state instead. With latent attention (arXiv 2412.19437) a
         query has a part with positions and one without, and values may have another size."""
         kinds = config.get("layer_types")
-        if kinds and kinds[layer] == "linear_attention" and config.get("linear_num_value_heads"):
+        if kinds and kinds[layer] == LINEAR and config.get("linear_num_value_heads"):
             sizes = config["linear_key_head_dim"] * config["linear_value_head_dim"]
             return cls(0, 0, state=config["linear_num_value_heads"] * sizes)
         by_layer = config.get("num_attention_heads_per_layer")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.sequence_cost import AttentionLayer, SequenceCost
+from millrace.sequence_cost import AttentionLayer, SequenceCost, recurrence_by_layer
 
 
 def test_linear_and_quadratic_parts():
@@ -61,3 +61,22 @@ def test_attention_as_configs_state_it(config, layer):
 def test_costs_that_order_nothing_are_refused(parts):
     with pytest.raises(ValueError, match="no positive cost"):
         SequenceCost(*parts)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"num_hidden_layers": 2}, ()),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ()),
+        ({"layer_types": ["linear_attention", "full_attention"]}, (True, False)),
+        ({"layer_types": ["full_attention"], "linear_num_value_heads": 4, "num_hidden_layers": 1}, ()),
+        (
+            {"full_attention_interval": 2, "linear_num_value_heads": 4, "num_hidden_layers": 4},
+            (True, False, True, False),
+        ),
+        ({"linear_num_value_heads": 4, "num_hidden_layers": 5}, (True, True, True, False, True)),
+    ],
+    ids=["dense", "kinds without", "kinds", "kinds count first", "interval", "usual interval"],
+)
+def test_layers_with_a_recurrence(config, expected):
+    assert recurrence_by_layer(config) == expected

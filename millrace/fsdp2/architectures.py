@@ -64,8 +64,6 @@ RIGHT = frozenset(_RIGHT.split())
 """Right with each of ATTENTIONS."""
 GATED_DELTA = frozenset({"qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"})
 """Model types (of the text part) with layers of GatedDeltaNet, which the backend computes for each sequence apart."""
-LINEAR = "linear_attention"
-"""The kind of these layers in `layer_types`."""
 RIGHT_WITH: Mapping[str, tuple[str, ...]] = {
     "afmoe": ("segments", "flash_attention_2"),
     "gemma2": ("flash_attention_2",),

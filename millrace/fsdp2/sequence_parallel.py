@@ -8,7 +8,7 @@ from typing import Any
 from millrace.backends.fsdp2 import Fsdp2Options, parse
 from millrace.data.model_folder import text_config
 from millrace.errors import InvalidJob, Mistake, wrong_value
-from millrace.fsdp2.architectures import LINEAR
+from millrace.sequence_cost import recurrence_by_layer
 from millrace.spec import JobSpec
 from millrace.spec.trainer import ROLES, Role
 
@@ -61,7 +61,7 @@ def _broken_rules(options: Fsdp2Options, config: Mapping[str, Any], field: str) 
     if options.attention not in SPLIT:
         reason = f"{options.attention} attention cannot be divided over ranks"
         yield wrong_value(field, size, reason, "leave trainer.backend_options.attention out, or set this to 1.")
-    if LINEAR in (config.get("layer_types") or ()):
+    if any(recurrence_by_layer(config)):
         reason = (
             "the recurrence of the model's linear attention runs over whole sequences, which ranks would have slices of"
         )

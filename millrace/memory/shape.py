@@ -13,6 +13,7 @@ from typing import Any
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import ARCHITECTURES, read_shape
 from millrace.megatron.architectures.shape import ExpertShape, ModelShape, Recurrence, Rope
+from millrace.sequence_cost import recurrence_by_layer
 from millrace.weights.plans.manifest import ITEM_BYTES
 
 FIELD = "model.path"
@@ -20,8 +21,6 @@ GATED = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 """Model types (of the text part) whose attention has a gate of its output."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk")
-INTERVAL = 4
-"""Every so many layers one attends where a config has neither `layer_types` nor `full_attention_interval`."""
 SHARED = ("shared_expert_intermediate_size",)
 WIDTH = ("moe_intermediate_size", "intermediate_size")
 
@@ -77,14 +76,9 @@ def _sizes(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _recurrence(config: Mapping[str, Any]) -> Recurrence | None:
-    """The layers of GatedDeltaNet; None where there is none."""
-    if not config.get("linear_num_value_heads"):
-        return None
-    numbers = range(int(config["num_hidden_layers"]))
-    recurrent = tuple(bool((layer + 1) % (config.get("full_attention_interval") or INTERVAL)) for layer in numbers)
-    if kinds := config.get("layer_types"):
-        recurrent = tuple(kind == "linear_attention" for kind in kinds)
-    if all(recurrent) or not any(recurrent):
+    """The layers of GatedDeltaNet; None if the model has none."""
+    recurrent = recurrence_by_layer(config)
+    if all(recurrent) or not config.get("linear_num_value_heads"):
         return None
     return Recurrence(
         recurrent,

@@ -45,6 +45,14 @@ def job(
     ("config", "options", "reasons"),
     [
         (DENSE, {"sequence_parallel_size": 8}, ["the model's 12 attention heads do not divide by it"]),
+        (
+            {**DENSE, "linear_num_value_heads": 4, "full_attention_interval": 4, "num_hidden_layers": 4},
+            {"sequence_parallel_size": 4},
+            [
+                "the recurrence of the model's linear attention runs over whole sequences, which ranks would have "
+                "slices of"
+            ],
+        ),
         ({"text_config": DENSE}, {"sequence_parallel_size": 5}, ["the model's 12 attention heads do not divide by it"]),
         (
             {"num_attention_heads_per_layer": [4, 8, 6, 6]},

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from millrace.engines import ENGINES, FIELD, reserved_option, unbuilt_option
 from millrace.errors import InvalidJob, Mistake, refused
+from millrace.sequence_cost import recurrence_by_layer
 from millrace.spec import JobSpec
 from millrace.spec.pool import PoolTask
 from millrace.validation.names import closest
@@ -77,10 +78,7 @@ def has_latents(model: str) -> bool:
 def is_recurrent(model: str) -> bool:
     """Whether a model folder, or the text part of one, has layers of linear attention (Qwen3-Next, Qwen3.5)."""
     config = read_config(model)
-    text = {**config, **(config.get("text_config") or {})}
-    if "linear_num_value_heads" in text and not text.get("layer_types"):
-        return True  # an older config, which has `full_attention_interval` instead
-    return "linear_attention" in (text.get("layer_types") or ())
+    return any(recurrence_by_layer({**config, **(config.get("text_config") or {})}))
 
 
 def refuse_recurrent(model: str, engine: str, shown: Collection[str] = ()) -> None:

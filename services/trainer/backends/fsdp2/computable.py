@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from millrace.backends.fsdp2 import Fsdp2Options
 from millrace.errors import InvalidJob, refused
 from millrace.fsdp2 import architectures, rotary, sequence_parallel
+from millrace.sequence_cost import LINEAR
 from millrace.spec import JobSpec
 from services.trainer.backends.fsdp2 import attention, recurrent
 from services.trainer.backends.fsdp2.proof.implementations import FLASH
@@ -41,7 +42,7 @@ def check_computable(module: PreTrainedModel, implementation: str, path: str, fi
     attention `implementation`. The error names `field` of the job spec."""
     kind, config = type(module), module.config
     kinds = {type(part) for part in module.modules() if isinstance(part, PreTrainedModel)}
-    apart = {architectures.LINEAR} if recurrent.layers(module) else set()
+    apart = {LINEAR} if recurrent.layers(module) else set()
     layers = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - KNOWN_LAYERS - apart)
     if layers:
         reason = f"packed sequences come out wrong in its layers of {', '.join(layers)}"

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from millrace.errors import refused
 from millrace.fsdp2.architectures import GATED_DELTA
+from millrace.lora import RECURRENT
 from services.trainer.backends.fsdp2.attention import Segments
 
-KIND = "GatedDeltaNet"
-"""The end of the names of these layers' classes in transformers."""
 KERNELS = "fla"
 """The module of flash-linear-attention. Without it transformers computes in plain torch, ten times slower or more."""
 OF_TRANSFORMERS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
@@ -33,7 +32,7 @@ def layers(module: nn.Module) -> list[nn.Module]:
     config = getattr(module, "config", None)
     if config is None or config.get_text_config().model_type not in GATED_DELTA:
         return []
-    return [part for part in module.modules() if type(part).__name__.endswith(KIND)]
+    return [part for part in module.modules() if type(part).__name__.endswith(RECURRENT)]
 
 
 def install(module: nn.Module) -> bool:
