@@ -216,6 +216,25 @@ def cancel(job: JobName, url: Url = None, as_json: AsJson = False) -> None:
         _print_state(client.cancel(job_id(client, job)), as_json)
 
 
+def delete(
+    job: JobName,
+    checkpoints: Annotated[bool, typer.Option("--checkpoints", help="Delete its checkpoints too.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete a job that has ended: its events, metrics, samples and ledger. It cannot be resumed then."""
+    with connect(url) as client:
+        found = client.job(job_id(client, job))
+        what = f"{found.name} ({found.id})" + (" and its checkpoints" if checkpoints else "")
+        if not yes and not typer.confirm(f"Delete {what}?", err=True):
+            raise typer.Exit(1)
+        gone = client.delete(found.id, checkpoints=checkpoints)
+    if as_json:
+        return print_json(gone)
+    people().print(f"{gone.id}  deleted", *gone.checkpoints, sep="\n", markup=False)
+
+
 def _print_state(job: JobView, as_json: bool) -> None:
     print_json(job) if as_json else people().print(f"{job.id}  {styled(job.status)}")
 

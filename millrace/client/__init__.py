@@ -23,6 +23,7 @@ from millrace.client.connection import Connection
 from millrace.events import Event
 from millrace.rest import (
     ENDED,
+    DeletedView,
     FleetView,
     HistogramView,
     JobPage,
@@ -98,6 +99,11 @@ class Client(Connection):
     def cancel(self, job_id: str) -> JobView:
         """Cancels the job. Raises NotFound, and InvalidState if the job has ended."""
         return self._view(JobView, "DELETE", f"/v1/jobs/{job_id}")
+
+    def delete(self, job_id: str, *, checkpoints: bool = False) -> DeletedView:
+        """Deletes a job that has ended, with `checkpoints` also these. Raises NotFound, and InvalidState for a job that
+        has not ended or whose checkpoints cannot be deleted."""
+        return self._view(DeletedView, "POST", f"/v1/jobs/{job_id}/delete", params={"checkpoints": checkpoints})
 
     def pause(self, job_id: str) -> JobView:
         """Pauses the job after the step in progress. Raises NotFound, and InvalidState if the job does not run."""

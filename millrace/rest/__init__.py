@@ -168,6 +168,14 @@ class JobPage(BaseModel):
     total: int = Field(description="Number of jobs on all pages.")
 
 
+class DeletedView(BaseModel):
+    """A job that is deleted."""
+
+    id: str
+    name: str
+    checkpoints: list[str] = Field(description="Folders of checkpoints that were deleted with it.")
+
+
 class LedgerView(BaseModel):
     """The state of every prompt of the job. `issued` is the sum of the other counts."""
 

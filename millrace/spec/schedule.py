@@ -60,6 +60,9 @@ class Schedule(StrictModel):
     """Steps between two checkpoints. The last step is always saved; 0, or more than there are steps: only the last."""
     keep_checkpoints: int = Field(2, ge=1, le=10_000)
     """Number of checkpoints that are kept, the newest ones."""
+    keep_checkpoints_days: float | None = Field(None, ge=0.001, le=100_000.0)
+    """Days after which a checkpoint is deleted although it is one of the newest, as soon as there is a newer one; null:
+    only their number counts."""
     keep_best: str | None = None
     """Step metric by which the best checkpoint is kept in addition to the newest, the one with the largest value, as
     evaluation/held_out; with - before its name the one with the smallest. `checkpoints/best` is a link to it. A

@@ -16,7 +16,9 @@ from services.coordinator.options import (
     STATE,
     AutoscaleOption,
     BudgetOption,
+    DeleteCheckpointsOption,
     DownOption,
+    KeepDaysOption,
     KeepJobsOption,
     LeaseOption,
     PriceOption,
@@ -61,6 +63,8 @@ def main(
     lease_s: LeaseOption = 3.0,
     insecure: InsecureOption = False,
     keep_jobs: KeepJobsOption = KEPT_JOBS,
+    keep_jobs_days: KeepDaysOption = 0.0,
+    delete_checkpoints: DeleteCheckpointsOption = False,
     autoscale: AutoscaleOption = "",
     scaler: ScalerOption = "local",
     replica_price: PriceOption = 0.0,
@@ -73,6 +77,7 @@ def main(
     version: VersionOption = False,
 ) -> None:
     """Starts the coordinator. SIGTERM and SIGINT stop it; jobs continue when it is started again."""
+    from services.coordinator.jobs.deletion import Retention
     from services.coordinator.process import Settings  # what it imports takes a second
     from services.coordinator.webhooks import own_webhook
 
@@ -88,7 +93,7 @@ def main(
             state_dir.expanduser(),
             redis_url,
             Patience(heartbeat_s, lost_after_s),
-            keep_jobs,
+            Retention(keep_jobs, keep_jobs_days, delete_checkpoints),
             lease_s,
             scaled,
             own_webhook(webhook, webhook_key, stalled_after_s),

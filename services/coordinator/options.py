@@ -68,3 +68,20 @@ KeepJobsOption = Annotated[
         max=1_000_000,
     ),
 ]
+KeepDaysOption = Annotated[
+    float,
+    typer.Option(
+        envvar="MILLRACE_KEEP_JOBS_DAYS",
+        help="Days for which a job that has ended is kept; 0: only --keep-jobs counts.",
+        min=0,
+        max=100_000,
+    ),
+]
+DeleteCheckpointsOption = Annotated[
+    bool,
+    typer.Option(
+        "--delete-checkpoints",
+        envvar="MILLRACE_DELETE_CHECKPOINTS",
+        help="Delete the checkpoints of the jobs that --keep-jobs and --keep-jobs-days delete.",
+    ),
+]

@@ -19,7 +19,7 @@ from millrace.wire.tls import identity, scheme
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.jobs.control import Control
-from services.coordinator.jobs.expiry import expire_jobs
+from services.coordinator.jobs.deletion import Retention
 from services.coordinator.jobs.runner import Runner
 from services.coordinator.jobs.waiting import JobViews, WaitingEvents
 from services.coordinator.observe.events import Events
@@ -56,8 +56,8 @@ class Settings:
     redis_url: str
     """Empty: the embedded Redis, in the state folder."""
     patience: Patience
-    keep_jobs: int
-    """Jobs that have ended and are kept."""
+    retention: Retention
+    """Which jobs that have ended are kept."""
     lease_s: float = 3.0
     """How long a coordinator leads after it was heard by Redis last."""
     autoscale: tuple[Scaler, Scaling] | None = None
@@ -139,10 +139,11 @@ class Coordinator:
         control = Control(store, events, control_bell, components.turn)
         views = JobViews(components)
         webhooks = Webhooks(components, views, self._settings.webhook)
+        kept = (webhooks.run(), control.deletion.keep_within(self._settings.retention))
         own, app = identity(), application(components, control, views, webhooks, self._settings.http_host)
         rest = HttpServer(app, certificate_required=own is not None and own.rest_clients_required)
         await grpc.start()
-        work = [asyncio.create_task(each) for each in (*self._work(components), webhooks.run())]
+        work = [asyncio.create_task(each) for each in (*self._work(components), *kept)]
         serving = asyncio.create_task(rest.serve(sockets=[http.dup()]))
         stopping = asyncio.create_task(stop.wait())
         log.info("coordinator started", http=http.getsockname()[:2], grpc=grpc.port, redis=store.connection.name)
@@ -169,7 +170,6 @@ class Coordinator:
         yield components.fleet.watch()
         yield components.queue.expire()
         yield WaitingEvents(components).run()
-        yield expire_jobs(store, settings.keep_jobs)
         yield components.spans.run()
         if settings.autoscale is not None:
             yield Autoscaler(components, *settings.autoscale).run()

@@ -23,6 +23,7 @@ from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
 from millrace.validation.kinds import leaves
+from services.coordinator.jobs.deletion import Deletion
 from services.coordinator.observe.events import Events
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.job import ACTIVE, ENDED, JobRecord, Wanted, refusal
@@ -42,6 +43,7 @@ CHANGEABLE = {
     "rollout.lease_s": False,
     "schedule.save_every_steps": False,
     "schedule.keep_checkpoints": False,
+    "schedule.keep_checkpoints_days": False,
     "schedule.keep_best": False,
     "schedule.stop_when": False,
     "schedule.save_in_background": True,
@@ -100,6 +102,7 @@ class Control:
         self._turn = turn
         self._admitting = asyncio.Lock()
         """Held while the output folder of a job is compared with those of all others, until the job is queued."""
+        self.deletion = Deletion(store, self._admitting)
 
     async def submit(self, tree: Any, idempotency_key: str, user: str = "") -> tuple[JobRecord, bool]:
         """Checks a job spec, given as plain mappings, and queues the job, which belongs to `user`. Returns the job, and

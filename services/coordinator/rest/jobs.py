@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from millrace.admission.advice import advice
 from millrace.errors import InvalidJob
 from millrace.events import Event, JobMoved
-from millrace.rest import JobPage, JobState, JobView, LedgerView, SampleView, StepMetrics
+from millrace.rest import DeletedView, JobPage, JobState, JobView, LedgerView, SampleView, StepMetrics
 from millrace.rest.users import Role
 from millrace.rest.webhooks import WebhookResult
 from millrace.spec.job import Notes
@@ -119,6 +119,16 @@ def _add_control(router: APIRouter, control: Control, views: JobViews) -> None:
     async def cancel(job_id: Id) -> JobView:
         """Cancels the job; the step in progress is finished. Trained steps are kept; prompts in flight are dropped."""
         return views.of(await control.cancel(job_id))
+
+    @router.post("/{job_id}/delete")
+    async def delete(
+        job_id: Id,
+        checkpoints: Annotated[
+            bool, Query(description="Delete its checkpoints too, as far as they are known.")
+        ] = False,
+    ) -> DeletedView:
+        """Deletes a job that has ended: its events, metrics, samples and ledger. Its output folder stays."""
+        return await control.deletion.delete(job_id, checkpoints=checkpoints)
 
     @router.post("/{job_id}/pause")
     async def pause(job_id: Id) -> JobView:

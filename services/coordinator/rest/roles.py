@@ -12,6 +12,7 @@ ROLES: Mapping[tuple[str, str], Role] = {
     ("GET", "/v1/jobs/{job_id}"): Role.READ,
     ("PATCH", "/v1/jobs/{job_id}"): Role.SUBMIT,
     ("DELETE", "/v1/jobs/{job_id}"): Role.SUBMIT,
+    ("POST", "/v1/jobs/{job_id}/delete"): Role.SUBMIT,
     ("POST", "/v1/jobs/{job_id}/pause"): Role.SUBMIT,
     ("POST", "/v1/jobs/{job_id}/resume"): Role.SUBMIT,
     ("GET", "/v1/jobs/{job_id}/metrics"): Role.READ,

@@ -141,7 +141,14 @@ async def _cut(run: Run, folder: str) -> dict[str, Any]:
     """The coordinator's state that belongs to the checkpoint of this step. For each prompt the ledger keeps the step at
     which it was trained or dropped."""
     job, counts = run.job, await run.prompts.counts()
-    cut = {"job": job.id, "step": job.step, "version": job.version, "path": folder, "cursor": job.cursor}
+    cut: dict[str, Any] = {
+        "saved_s": time.time(),
+        "job": job.id,
+        "step": job.step,
+        "version": job.version,
+        "path": folder,
+        "cursor": job.cursor,
+    }
     return cut | {"rows": job.rows, "ledger": dataclasses.asdict(counts)}
 
 
@@ -186,10 +193,16 @@ def _link(folder: Path) -> None:
 
 
 async def _prune(run: Run) -> None:
-    """Removes all but the newest checkpoints and the best one, folder and record."""
+    """Removes all but the newest checkpoints and the best one, folder and record. The newest of all stays, however old
+    it is."""
     kept = await run.records.checkpoints()
-    best = await _best(run, kept)
-    for step in list(kept)[: -run.spec.schedule.keep_checkpoints]:
+    best, schedule, steps = await _best(run, kept), run.spec.schedule, list(kept)
+    beyond = steps[: -schedule.keep_checkpoints]
+    if schedule.keep_checkpoints_days is not None:
+        oldest_s = time.time() - schedule.keep_checkpoints_days * 86400
+        # The cuts of release 0.1 have no time.
+        beyond = [step for step in steps[:-1] if step in beyond or kept[step].get("saved_s", oldest_s) < oldest_s]
+    for step in beyond:
         if best is not None and step == best[0]:
             continue
         try:

@@ -121,12 +121,17 @@ class JobIndex:
     async def set_reported_until(self, time_s: float) -> None:
         await self._redis.do("SET", REPORTED, repr(time_s))
 
-    async def finished_beyond(self, keep: int) -> list[JobId]:
-        """Some of the jobs that ended before the last `keep` that did; the longest ago first."""
+    async def finished_beyond(self, keep: int, skip: int = 0) -> list[JobId]:
+        """Some of the jobs that ended before the last `keep` that did; the longest ago first, `skip` of them more."""
         excess = int(await self._redis.do("ZCARD", FINISHED)) - keep
         if excess <= 0:
             return []
-        return [JobId(text(i)) for i in await self._redis.do("ZRANGE", FINISHED, 0, min(excess, AT_ONCE) - 1)]
+        return [JobId(text(i)) for i in await self._redis.do("ZRANGE", FINISHED, 0, min(excess, AT_ONCE + skip) - 1)]
+
+    async def finished_before(self, time_s: float, skip: int = 0) -> list[JobId]:
+        """As `finished_beyond`, of the jobs that ended before this Unix time."""
+        asked = ("ZRANGE", FINISHED, "-inf", f"({time_s!r}", "BYSCORE", "LIMIT", 0, AT_ONCE + skip)
+        return [JobId(text(i)) for i in await self._redis.do(*asked)]
 
     async def delete(self, job_id: JobId) -> bool:
         """Deletes a job that has ended, with everything stored for it. False where it was resumed or is gone."""

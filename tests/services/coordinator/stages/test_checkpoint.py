@@ -1,12 +1,20 @@
 """Checkpoints that the trainer writes beside its steps: the job counts one as there when it is, and not before."""
 
 import asyncio
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from millrace.errors import InvalidState, Unavailable
 from millrace.rest import JobState
+from millrace.spec.schedule import Schedule
+from services.coordinator.stages.checkpoint import _prune
+from services.coordinator.store import Store
 from tests.services.coordinator.cluster import Cluster, scenario, until
+from tests.services.coordinator.redis import a_job, with_store
 from tests.services.coordinator.test_recovery import trained_once
 
 FULL = InvalidState("version 2 was not saved to /out: rank 1 on node-b (pid 7): [Errno 28] No space left on device.")
@@ -169,3 +177,27 @@ async def test_a_trainer_that_drains_may_finish_its_checkpoint(cluster: Cluster,
     assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
     assert second.configured == [at(spec, 2)]
     await trained_once(cluster, job_id, second)
+
+
+@pytest.mark.parametrize(
+    ("days", "kept"), [(None, [1, 2, 3, 4]), (2.0, [1, 3, 4]), (0.001, [1, 4]), (100.0, [1, 2, 3, 4])]
+)
+def test_old_checkpoints_are_removed_but_for_the_newest(
+    days: float | None, kept: list[int], redis_url: str, tmp_path: Path
+) -> None:
+    async def play(store: Store) -> None:
+        records = store.records(a_job().id)
+        ages = {1: None, 2: 3.0, 3: 1.0, 4: 50.0}  # days; the first is of release 0.1
+        for step, age in ages.items():
+            path = tmp_path / f"step-{step}"
+            path.mkdir()
+            saved = {} if age is None else {"saved_s": time.time() - age * 86400}
+            await records.add_checkpoint(step, {"path": str(path), **saved})
+        run: Any = SimpleNamespace(
+            records=records, spec=SimpleNamespace(schedule=Schedule(keep_checkpoints=9, keep_checkpoints_days=days))
+        )
+        await _prune(run)
+        assert [*await records.checkpoints()] == kept
+
+    with_store(redis_url, play)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step}" for step in kept]

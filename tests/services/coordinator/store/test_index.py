@@ -12,7 +12,7 @@ from millrace.events import TrainerLost
 from millrace.ids import JobId, MemberId, Purpose
 from millrace.rest import JobState, SampleView, StepMetrics
 from services.coordinator.jobs.control import Control
-from services.coordinator.jobs.expiry import delete_finished
+from services.coordinator.jobs.deletion import Deletion, Retention
 from services.coordinator.observe.events import Events
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.group import GroupSummary
@@ -130,15 +130,15 @@ def test_old_jobs_are_deleted_with_everything_that_they_own(redis_url: str) -> N
         await _with_everything(store, a_job(5).id)
         for job_id in (a_job(5).id, *ids[:3]):
             await end(store, job_id)
-        assert await delete_finished(store, 4) == 0
-        assert await delete_finished(store, 3) == 1
+        assert await Deletion(store, asyncio.Lock()).delete_beyond(Retention(4)) == 0
+        assert await Deletion(store, asyncio.Lock()).delete_beyond(Retention(3)) == 1
         kept = {name for name in await store.connection.do("KEYS", "*") if b":answered:" not in name}
         assert kept - before == {b"millrace:jobs:cancelled", b"millrace:finished", b"millrace:idempotency:key of 5"}
         with pytest.raises(NotFound):
             await store.jobs.get(a_job(5).id)
         assert await pages(store, 9) == [ids[::-1]]
         assert await store.index.with_output("/out/5") == []
-        assert await delete_finished(store, 0) == 3
+        assert await Deletion(store, asyncio.Lock()).delete_beyond(Retention(0)) == 3
         assert await pages(store, 9) == [[ids[3]]]
         again, new = await store.jobs.create(a_job(6), "key of 5")  # the job that had the key is gone
         assert (again, new) == (a_job(6).id, True)
