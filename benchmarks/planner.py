@@ -19,12 +19,11 @@ from millrace.megatron.architectures.published import PUBLISHED
 from millrace.megatron.architectures.shape import active_parameters
 from millrace.memory.ledger import peak
 from millrace.memory.prediction import predict
-from millrace.planner.candidates import model_shape
 from millrace.planner.hardware import GIB, KINDS
 from millrace.planner.plan import Cluster, Plan, make_plan
 from millrace.planner.publishing import publication_times
 from millrace.planner.replica import replica_of
-from millrace.planner.search import Request, fewest
+from millrace.planner.search import Request, fewest, model_shape
 from millrace.planner.trainer.layout import Imbalance, layout_of, total
 from millrace.planner.trainer.times import Trainer, training_times
 from millrace.planner.workload import Workload, workload

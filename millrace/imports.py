@@ -1,9 +1,13 @@
-"""Whether modules can be imported, tried in processes of their own: an import may take seconds, and may crash.
+"""Python modules of others, looked at without running them in this process: whether they can be imported, and what the
+syntax tree of a file says.
+
+An import may take seconds, and may crash, so it is tried in a process of its own.
 
 `python -m millrace.imports` forks one process for each group of modules, from one that has imported what they have in
 common: torch takes seconds.
 """
 
+import ast
 import contextlib
 import importlib
 import json
@@ -12,14 +16,18 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, NoReturn
 
 TIMEOUT_S = 180
 """Seconds for the modules of one group."""
 AT_A_TIME = max(1, (os.cpu_count() or 2) // 2)
 """Groups that are imported at a time."""
+ATTEMPTS = 5
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def failures(groups: Mapping[str, Sequence[str]], *, first: str = "") -> Iterator[tuple[str, str]]:
@@ -79,6 +87,23 @@ def _attempt(modules: Sequence[str], said: IO[str]) -> NoReturn:
 
 def _ended(code: int) -> str:
     return f"takes more than {TIMEOUT_S} s" if code == -signal.SIGALRM else f"ended with status {code}"
+
+
+def syntax_tree(path: Path) -> ast.Module:
+    """The syntax tree of a file. Raises SyntaxError and ValueError for a file that is not Python, OSError for one that
+    cannot be read.
+
+    CPython 3.11 counts the depth of all trees that threads make at the same time in one place, and raises SystemError
+    now and then (python/cpython#106905). So one thread parses at a time here, and again where code of others parsed.
+    """
+    source = path.read_bytes()
+    with _ONE_AT_A_TIME:
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return ast.parse(source, filename=str(path))
+            except SystemError:
+                continue
+        return ast.parse(source, filename=str(path))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ if sys.version_info < (3, 12):
 
     @functools.wraps(PARSE)
     def parse(*arguments: Any, **named: Any) -> Any:
-        """As in `millrace/validation/python_source.py`: CPython 3.11 disturbs threads that parse at the same time, and
+        """As in `millrace/imports.py`: CPython 3.11 disturbs threads that parse at the same time, and
         so pytest, which parses what it tells of a failure, and Hypothesis."""
         for _ in range(4):
             try:

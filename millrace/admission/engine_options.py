@@ -12,10 +12,10 @@ from millrace import engines
 from millrace.descriptors import EngineDescriptor
 from millrace.engines import ENGINES, FIELD
 from millrace.errors import Mistake, wrong_value
+from millrace.imports import syntax_tree
 from millrace.rewards.locate import FunctionNotFound, Target, source_file
 from millrace.validation.mistakes import number
 from millrace.validation.names import closest
-from millrace.validation.python_source import syntax_tree
 
 SURELY_MISSPELT = 0.9
 """Similarity from which on a name is taken for a misspelt option of an engine that is installed here, although another

@@ -88,10 +88,9 @@ def plan(
     For example: millrace plan presets/deepseek-v3-96gpu.yaml --trainer-gpus 96 --rollout-gpus 64 --gpu h20
     """
     from millrace.planner import text
-    from millrace.planner.candidates import model_shape
     from millrace.planner.hardware import hardware
     from millrace.planner.plan import Cluster, make_plan
-    from millrace.planner.search import Request
+    from millrace.planner.search import Request, model_shape
     from millrace.planner.workload import workload
 
     figures, job = hardware(gpu), _job(spec, settings)

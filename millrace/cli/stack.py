@@ -8,11 +8,11 @@ import typer
 
 from millrace.engines import ENGINE_NAMES
 from millrace.errors import InvalidState
+from millrace.local.child_processes import watchdog
 from millrace.local.host import free_port
 from millrace.local.options import StackOptions, pythons
 from millrace.local.state_folder import is_running, span, told
 from millrace.local.state_folder import scale as ask_for
-from millrace.local.watchdog import watchdog
 
 MOST_REPLICAS = 64
 STATE = Path("state")

@@ -42,21 +42,19 @@ from millrace.events.members import (
     TrainerLost,
     TrainerOutOfMemory,
 )
-from millrace.events.publication import (
+from millrace.events.training import (
     MEMBERS_TOLD,
+    EvaluationDone,
+    GroupDropped,
+    GroupStale,
+    LeaseExpired,
     MemberTransfer,
+    PromptDropped,
     PublicationDone,
     PublicationFailed,
     PublicationPhase,
     PublishedContent,
     Source,
-)
-from millrace.events.training import (
-    EvaluationDone,
-    GroupDropped,
-    GroupStale,
-    LeaseExpired,
-    PromptDropped,
     StepDone,
     TrainingWarning,
 )

@@ -1,14 +1,20 @@
-"""Payloads: from prompts and groups to trained steps."""
+"""Payloads: from prompts and groups to trained steps, and publications of weights."""
 
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from millrace.drops import DropReason
 from millrace.events.kind import EventData, EventKind
 from millrace.ids import LeaseId, MemberId, PromptId
 from millrace.rest import Figure, WarningCause
+
+PublicationPhase = Literal["prepare", "transfer", "verify", "commit"]
+Source = Literal["trainer", "sibling"]
+"""Who sends the weights: the trainer, or a replica that serves them already."""
+PublishedContent = Literal["model", "base", "adapter"]
+"""What a publication consists of, as `Content` of the manifest."""
 
 
 class PromptDropped(EventData):
@@ -70,3 +76,71 @@ class EvaluationDone(EventData):
     step: int
     version: int
     metrics: dict[str, Figure]
+
+
+class MemberTransfer(BaseModel):
+    """What one member moved in a publication, and how long each part took there."""
+
+    model_config = ConfigDict(frozen=True)
+
+    member: MemberId
+    bytes: int
+    prepare_s: Figure
+    gather_s: Figure = Field(description="Sender only: collecting whole tensors from the trainer's ranks.")
+    wire_s: Figure = Field(description="Time inside the channel's calls.")
+    verify_s: Figure
+    apply_s: Figure = Field(description="Receiver only: writing the engine's parameters.")
+    pause_s: Figure = Field(description="Receiver only: how long generation was paused.")
+    loader_tensors: int = Field(description="Tensors that went through the engine's own loader.")
+    loader_bytes: int
+    staging_bytes: int = Field(description="Extra memory for the transfer, on the rank that needs most.")
+    mode: int = Field(description="`CommitMode` of the protocol: 1 is shadow, 2 is in place.")
+    loader_names: list[str] = Field(description="Tensors that went through the engine's own loader; the first 64.")
+    sent_bytes: int = Field(0, description="Sender only: bytes that all its ranks sent.")
+    changed: Figure = Field(
+        0.0, description="Sender only, where changes alone are sent: part of the 16-bit words that changed, 0 to 1."
+    )
+    code_s: Figure = Field(
+        0.0, description="Where changes alone are sent: comparing and encoding them, or decoding them."
+    )
+    snapshot_bytes: int = Field(
+        0, description="Sender only: host memory that keeps what was sent, on the rank that has most."
+    )
+
+
+MEMBERS_TOLD = 32
+"""Members that the event of a publication lists at most."""
+
+
+class PublicationDone(EventData):
+    """Replicas serve a version of the weights."""
+
+    kind: Literal[EventKind.PUBLICATION_DONE] = EventKind.PUBLICATION_DONE
+    version: int
+    epoch: int
+    attempt: int
+    content: PublishedContent = Field(
+        "model",
+        description="model: the whole model. adapter: the adapter alone. base: the model without its adapter, which a"
+        " replica gets once and does not serve until the adapter follows.",
+    )
+    source: Source
+    failures: int = Field(description="Failed attempts before this one.")
+    seconds: Figure = Field(description="Duration of the whole publication, failed attempts included.")
+    phases: dict[str, Figure] = Field(description="Seconds by phase.")
+    receivers: int = Field(default=0, description="Number of receivers that serve the version now.")
+    members: list[MemberTransfer] = Field(
+        description="The sender, then receivers that serve the version: of more than 31 those that took longest."
+    )
+
+
+class PublicationFailed(EventData):
+    """An attempt at a publication failed, or a replica failed in it. The replicas at fault are taken out."""
+
+    kind: Literal[EventKind.PUBLICATION_FAILED] = EventKind.PUBLICATION_FAILED
+    version: int
+    epoch: int
+    attempt: int
+    source: Source
+    phase: PublicationPhase
+    culprits: list[str] = Field(description="Ids or addresses of the members at fault; empty if that is not known.")

@@ -1,28 +1,171 @@
 """Layouts that fit a cluster, the fastest first, and the smallest cluster that a job fits.
 
 A replica's size and the trainer's layout are chosen apart: neither changes the memory of the other. Of a trainer's
-layout the settings that save memory are tried together, and the fastest that fits is taken.
+layout the settings that save memory are tried together, and the fastest that fits is taken. What is tried is a mapping
+from fields of the job spec to values.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from millrace.errors import InvalidJob, InvalidState
+from millrace.backends.megatron import MegatronOptions
+from millrace.engines import ENGINES
+from millrace.errors import InvalidJob, InvalidState, refused
+from millrace.megatron.architectures.published import PUBLISHED, published_as
 from millrace.megatron.architectures.shape import ModelShape
+from millrace.megatron.rules import broken_rules
 from millrace.memory.layers import layer_parameters, vocabulary_parameters
 from millrace.memory.megatron import HOST_COPIES
+from millrace.memory.shape import decoder_shape
 from millrace.memory.text import HEADROOM
-from millrace.planner.candidates import OPTIONS, Changes, changed, powers, replica_sizes, savings_of, trainer_layouts
+from millrace.planner.hardware import Gpu
 from millrace.planner.plan import Cluster, Plan, make_plan
 from millrace.planner.replica import replica_of
 from millrace.planner.workload import Workload
-from millrace.spec import JobSpec
+from millrace.spec import JobSpec, parse
+from millrace.spec.document import merged
+from millrace.validation.names import choose
 
+OPTIONS = "trainer.backend_options"
+MOST_TENSOR_REPLICA = 64
+MOST_CONTEXT = 8
+LONG_SEQUENCE = 16_384
+"""Tokens of the longest sequence from which on context parallelism is tried."""
 FEW_HOSTS, MOST_HOSTS = 16, 128
 KEPT_BYTES = 2 + 4
 """Bytes of a parameter's weight and gradient, which every rank that holds it has on its GPU."""
 OPTIMIZER_BYTES = 3 * 4
 """Bytes of its optimizer, which the ranks that hold it share."""
+Changes = Mapping[str, Any]
+
+
+def changed(spec: JobSpec, changes: Changes) -> JobSpec:
+    """The spec with other values of some fields. Raises InvalidJob."""
+    tree: Mapping[str, Any] = spec.model_dump(mode="json")
+    for field, value in changes.items():
+        nested: Any = value
+        for name in reversed(field.split(".")):
+            nested = {name: nested}
+        tree = merged(tree, nested)
+    return parse(tree)
+
+
+def powers(most: int) -> list[int]:
+    """1, 2, 4 and so on up to `most`."""
+    return [1 << i for i in range(most.bit_length()) if 1 << i <= most]
+
+
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def trainer_layouts(spec: JobSpec, shape: ModelShape, gpus: int, gpu: Gpu) -> Iterator[Changes]:
+    """How the model may be divided over the trainer's GPUs, as far as the backend and the model allow."""
+    longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
+    context = powers(min(MOST_CONTEXT, gpus)) if longest >= LONG_SEQUENCE else [1]
+    if spec.trainer.backend != "megatron":
+        for size in context:
+            if gpus % size == 0 and shape.heads % size == 0:
+                yield {f"{OPTIONS}.sequence_parallel_size": size}
+        return
+    for tensor in powers(min(gpus, gpu.gpus_per_host)):
+        for pipeline in divisors(gpus // tensor) if gpus % tensor == 0 else []:
+            if pipeline > shape.layers:
+                break
+            for contexts in context:
+                yield from _with_experts(shape, gpus, tensor, pipeline, contexts)
+
+
+def _with_experts(shape: ModelShape, gpus: int, tensor: int, pipeline: int, context: int) -> Iterator[Changes]:
+    experts = 1 if shape.experts is None else shape.experts.count
+    for expert in divisors(experts):
+        options = {
+            "tensor_parallel": tensor,
+            "pipeline_parallel": pipeline,
+            "virtual_pipeline": 1,
+            "context_parallel": context,
+            "expert_parallel": expert,
+            "expert_tensor_parallel": 1 if expert > 1 else None,
+            **stage_split(shape, pipeline),
+        }
+        if not broken_rules(MegatronOptions.model_validate(options), shape, gpus, cuda=True):
+            yield {f"{OPTIONS}.{name}": value for name, value in options.items()}
+
+
+def stage_split(shape: ModelShape, stages: int) -> dict[str, int | None]:
+    """Layers of the first and last stage such that the others share the rest evenly and the slowest stage, with the
+    output head counted as layers, is as short as can be."""
+    names = ("first_stage_layers", "last_stage_layers")
+    if stages == 1:
+        return dict.fromkeys(names)
+    middle = [layer_parameters(shape, layer).dense for layer in range(shape.layers)]
+    routed = 0 if shape.experts is None else 3 * shape.hidden * shape.experts.ffn * shape.experts.per_token
+    head = shape.vocabulary * shape.hidden / (sum(middle) / shape.layers + routed)
+    splits: list[tuple[float, int | None, int | None]] = []
+    if shape.layers % stages == 0:
+        splits.append((shape.layers / stages + head, None, None))
+    for each in {shape.layers // stages, -(-shape.layers // stages)} - {0}:
+        last = shape.layers - (stages - 1) * each
+        if last >= 1:
+            splits.append((max(each, last + head), None, last))
+        both = shape.layers - (stages - 2) * each
+        if stages > 2 and both >= 2:
+            splits.append((max(each, both - both // 2, both // 2 + head), both - both // 2, both // 2))
+    if not splits:
+        return dict.fromkeys(names)
+    _, first, last_layers = min(splits, key=lambda split: split[0])
+    return dict(zip(names, (first, last_layers), strict=True))
+
+
+def savings_of(spec: JobSpec) -> Iterator[Changes]:
+    """Settings that save memory, none of them first."""
+    if spec.trainer.backend != "megatron":
+        for recompute in (False, True):
+            for offload in (False, True):
+                yield {"trainer.activation_recompute": recompute, f"{OPTIONS}.offload_parameters": offload}
+        return
+    for fraction in (0.0, 0.5, 1.0):
+        for granularity in ("none", "full"):
+            yield {
+                "trainer.activation_recompute": False,
+                f"{OPTIONS}.recompute.granularity": granularity,
+                f"{OPTIONS}.optimizer_offload_fraction": fraction,
+            }
+
+
+def replica_sizes(spec: JobSpec, shape: ModelShape, engine: str, gpus: int) -> Iterator[Changes]:
+    """Tensor parallelism of a replica, without pipeline stages. An engine without an option for it has one size."""
+    names = ENGINES[engine].size_options
+    if not names:
+        yield {}
+        return
+    given = spec.rollout.options_of(engine)
+    others = {spec.rollout.field_of(engine, name): 1 for name in names[1:] if name in given}
+    for size in powers(min(gpus, MOST_TENSOR_REPLICA)):
+        if shape.heads % size == 0 and gpus % size == 0:
+            yield {spec.rollout.field_of(engine, names[0]): size, **others}
+
+
+FIELD = "--model"
+
+
+def model_shape(spec: JobSpec, name: str | None = None) -> ModelShape:
+    """The shape of the job's model. `name`: a published model to take instead. Raises InvalidJob where the folder is
+    not there and its name is that of no published model."""
+    if name is not None:
+        if name.lower() not in PUBLISHED:
+            raise refused(FIELD, name, "is no model whose sizes are known", choose(name, PUBLISHED))
+        return PUBLISHED[name.lower()]
+    folder = Path(spec.model.path)
+    if folder.is_dir():
+        return decoder_shape(folder)
+    known = published_as(folder.name)
+    if known is None:
+        fix = f"give a folder that this machine sees, or --model with one of {', '.join(PUBLISHED)}."
+        raise refused("model.path", spec.model.path, "is not on this machine, and no model of this name is known", fix)
+    return PUBLISHED[known]
 
 
 @dataclass(frozen=True)

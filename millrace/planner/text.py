@@ -8,9 +8,8 @@ from millrace.backends import BACKENDS
 from millrace.memory.ledger import peak
 from millrace.memory.savings import Saving, together
 from millrace.memory.text import HEADROOM, gib, replica_lines, trainer_lines
-from millrace.planner.candidates import OPTIONS, changed
 from millrace.planner.plan import Limit, Plan
-from millrace.planner.search import Proposal
+from millrace.planner.search import OPTIONS, Proposal, changed
 from millrace.planner.trainer.layout import Cause, Seconds, total
 from millrace.spec import JobSpec
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from millrace.validation.python_source import syntax_tree
+from millrace.imports import syntax_tree
 
 
 class FunctionNotFound(Exception):

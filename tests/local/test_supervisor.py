@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="subreapers and PR_SET_PDEATHSIG are Linux's"),
 ]
 
-WATCHING = "import sys; from millrace.local.watchdog import watchdog; raise SystemExit(watchdog(sys.argv[1:]))"
+WATCHING = "import sys; from millrace.local.child_processes import watchdog; raise SystemExit(watchdog(sys.argv[1:]))"
 
 
 class Running:

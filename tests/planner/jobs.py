@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from millrace.planner.candidates import model_shape
 from millrace.planner.hardware import KINDS
 from millrace.planner.plan import Cluster, Plan, make_plan
+from millrace.planner.search import model_shape
 from millrace.planner.workload import workload
 from millrace.spec import JobSpec, load, parse
 from millrace.spec.document import merged

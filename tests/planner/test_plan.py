@@ -6,10 +6,10 @@ import pytest
 
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures.published import PUBLISHED, published_as
-from millrace.planner.candidates import model_shape
 from millrace.planner.hardware import KINDS
 from millrace.planner.plan import Cluster, Limit, make_plan
 from millrace.planner.publishing import tensors
+from millrace.planner.search import model_shape
 from millrace.planner.trainer.layout import Cause, total
 from millrace.planner.workload import workload
 from tests.memory.jobs import job

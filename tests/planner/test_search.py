@@ -7,10 +7,19 @@ import pytest
 from millrace.megatron.architectures.published import PUBLISHED
 from millrace.memory.prediction import predict
 from millrace.memory.text import fits
-from millrace.planner.candidates import changed, model_shape, stage_split, trainer_layouts
 from millrace.planner.hardware import KINDS
 from millrace.planner.plan import Cluster
-from millrace.planner.search import Bounds, Request, counts, fewest, proposals
+from millrace.planner.search import (
+    Bounds,
+    Request,
+    changed,
+    counts,
+    fewest,
+    model_shape,
+    proposals,
+    stage_split,
+    trainer_layouts,
+)
 from millrace.planner.workload import workload
 from tests.planner.jobs import preset
 

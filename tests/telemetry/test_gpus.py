@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from millrace.telemetry import gpus
-from millrace.telemetry.gpus import GpuMonitor, GpuReading, Gpus, visible
+from millrace.telemetry import usage
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.prometheus.members import describe_gpus
 from millrace.telemetry.metrics.prometheus.registry import DeclaredRegistry
+from millrace.telemetry.usage import GpuMonitor, GpuReading, Gpus, visible
 
 UUIDS = ("GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3")
 
@@ -87,7 +87,7 @@ def test_nothing_is_told_without_the_library_or_where_it_fails(nvml: Any, monkey
     assert len(opened.read()) == 3
     monkeypatch.setattr(nvml, "nvmlInit", fails)
     assert Gpus().read() == []
-    monkeypatch.setattr(gpus, "PACKAGE", "no_such_package_at_all")
+    monkeypatch.setattr(usage, "PACKAGE", "no_such_package_at_all")
     assert Gpus().read() == []
     monitor = GpuMonitor()
     monitor.start()

@@ -9,8 +9,7 @@ import psutil
 
 from millrace.contracts.field_rules import MOST_GPUS, check
 from millrace.contracts.v1 import fleet_pb2
-from millrace.telemetry.gpus import GpuReading
-from millrace.telemetry.usage import HostMemory, UsageMonitor, process_tree_bytes, usage_message
+from millrace.telemetry.usage import GpuReading, HostMemory, UsageMonitor, process_tree_bytes, usage_message
 
 HOLDS = "held = bytearray(64 << 20); held[::4096] = b'x' * len(held[::4096]); print('held', flush=True); input()"
 

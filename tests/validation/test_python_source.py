@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.validation.python_source import syntax_tree
+from millrace.imports import syntax_tree
 
 
 @pytest.fixture

@@ -18,13 +18,12 @@ from millrace.contracts.methods import FleetRpc
 from millrace.contracts.v1 import common_pb2, fleet_pb2, trainer_pb2, work_pb2
 from millrace.data.row import PromptRow, write_rows
 from millrace.ids import MemberId
-from millrace.telemetry.gpus import GpuReading
 from millrace.telemetry.metrics.histograms import ADVANTAGES, IMPORTANCE_RATIOS
 from millrace.telemetry.spans.batches import taken
 from millrace.telemetry.spans.context import TraceContext, current
 from millrace.telemetry.spans.kinds import LaneKind, SpanKind
 from millrace.telemetry.spans.recorder import Recorder, Span
-from millrace.telemetry.usage import HostMemory, usage_message
+from millrace.telemetry.usage import GpuReading, HostMemory, usage_message
 from millrace.wire.arrays import pack_floats, pack_logprobs, pack_tokens, unpack_logprobs
 from tests.services.coordinator.cluster import Cluster
 from tests.services.coordinator.conftest import CoordinatorProcess, running

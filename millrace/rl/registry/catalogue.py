@@ -16,10 +16,10 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from millrace.errors import InvalidJob, refused
+from millrace.imports import syntax_tree
 from millrace.rl.registry.options import TYPES
 from millrace.validation.mistakes import explain
 from millrace.validation.names import choose, closest
-from millrace.validation.python_source import syntax_tree
 
 HERE = Path(__file__).parents[1]
 

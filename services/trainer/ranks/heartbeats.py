@@ -16,8 +16,7 @@ import torch
 from torch.distributed import DistError
 
 from millrace.contracts.v1 import fleet_pb2
-from millrace.telemetry.gpus import GpuReading, Gpus
-from millrace.telemetry.usage import HostMemory, host_memory, usage_message
+from millrace.telemetry.usage import GpuReading, Gpus, HostMemory, host_memory, usage_message
 from services.trainer.ranks.world import World
 
 

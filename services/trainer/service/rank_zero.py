@@ -15,7 +15,6 @@ from millrace.contracts.v1 import fleet_pb2, weights_pb2
 from millrace.contracts.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import MemberId
-from millrace.telemetry.gpus import GpuReading
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.prometheus import trainer as names
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsEndpoint
@@ -31,6 +30,7 @@ from millrace.telemetry.metrics.prometheus.registry import DeclaredRegistry
 from millrace.telemetry.spans.batches import taken
 from millrace.telemetry.spans.kinds import LaneKind
 from millrace.telemetry.spans.recorder import RECORDER
+from millrace.telemetry.usage import GpuReading
 from millrace.wire.address import bind_address
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.membership import Membership

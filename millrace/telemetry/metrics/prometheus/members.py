@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from millrace.contracts.v1 import weights_pb2
-from millrace.telemetry.gpus import GpuReading
 from millrace.telemetry.metrics.declaration import Unit
 from millrace.telemetry.metrics.prometheus.declaration import PUBLICATION_BUCKETS_S, PrometheusMetric
+from millrace.telemetry.usage import GpuReading
 
 MEMBER_INFO = PrometheusMetric(
     Gauge,

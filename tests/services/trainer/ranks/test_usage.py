@@ -2,7 +2,7 @@
 
 import torch
 
-from millrace.telemetry.gpus import GpuReading
+from millrace.telemetry.usage import GpuReading
 from services.trainer.ranks.heartbeats import Heartbeat, Usage, UsageMeter, usage_of_ranks
 
 
