@@ -1,6 +1,7 @@
 """Compares the contracts with those of every release: `python proto/compatible.py`, part of `make lint`.
 
-The .proto files of each release are frozen under proto/released/<release>/, with the PROTOCOL_VERSION that they had.
+The .proto files of each release are frozen under proto/released/<release>/, with the PROTOCOL_VERSION that they had and
+the schema of job specs.
 Releases of the current PROTOCOL_VERSION must still be understood: a released field keeps its number, name, type and
 cardinality, or its number and name are reserved; a released enum value keeps its number; a released method keeps its
 request, its reply and whether it streams. Members of another PROTOCOL_VERSION are refused, so older ones are skipped.
@@ -8,6 +9,7 @@ request, its reply and whether it streams. Members of another PROTOCOL_VERSION a
 `--release 0.2` freezes the contracts as they are now under that name.
 """
 
+import json
 import pathlib
 import shutil
 import sys
@@ -26,11 +28,16 @@ from google.protobuf.descriptor_pb2 import (
 )
 from grpc_tools import protoc
 
+from millrace.spec import JobSpec
 from millrace.wire.channel import PROTOCOL_VERSION
 
 PROTO = pathlib.Path(__file__).resolve().parent
 RELEASED = PROTO / "released"
 VERSION_FILE = "protocol_version"
+SPEC_FILE, JOB_FILE = "job.schema.json", "job.json"
+"""What the members of a release take as a job spec, and a job as it stores it: tests/spec/test_released_specs.py."""
+FIRST = RELEASED / "0.1"
+"""Its job is stored again for each later release."""
 WELL_KNOWN = pathlib.Path(grpc_tools.__file__).parent / "_proto"
 Named = TypeVar("Named", DescriptorProto, EnumDescriptorProto, ServiceDescriptorProto, MethodDescriptorProto)
 
@@ -59,6 +66,9 @@ def freeze(release: str) -> None:
         raise SystemExit(f"{folder} is frozen already. Fix: choose the next release's name.")
     shutil.copytree(PROTO / "millrace", folder / "millrace")
     (folder / VERSION_FILE).write_text(f"{PROTOCOL_VERSION}\n")
+    (folder / SPEC_FILE).write_text(json.dumps(JobSpec.model_json_schema(), indent=1) + "\n")
+    stored = JobSpec.model_validate_json((FIRST / JOB_FILE).read_text())
+    (folder / JOB_FILE).write_text(stored.model_dump_json(indent=1) + "\n")
 
 
 def breaks(old: FileDescriptorSet, new: FileDescriptorSet) -> Iterator[str]:

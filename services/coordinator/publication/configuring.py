@@ -91,7 +91,7 @@ class Configuring:
 
     async def _configure(self, member: Member) -> None:
         job = self._job
-        request = rollout_pb2.ConfigureRolloutRequest(job_id=job.id, spec=job.spec_json, epoch=self._fleet.epoch)
+        request = rollout_pb2.ConfigureRolloutRequest(job_id=job.id, spec=job.spec_for_members, epoch=self._fleet.epoch)
         method = RolloutRpc.Configure if self._pool == ROLLOUT else ScoringRpc.Configure
         started = time.monotonic()
         try:

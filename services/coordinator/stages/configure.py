@@ -70,7 +70,7 @@ async def _load(run: Run) -> Version:
     configuration = secrets.token_hex(8)
     await run.components.store.jobs.update(job.id, configuration=configuration)
     request = trainer_pb2.ConfigureTrainerRequest(
-        job_id=job.id, spec=job.spec_json, checkpoint=job.checkpoint or "", configuration=configuration
+        job_id=job.id, spec=job.spec_for_members, checkpoint=job.checkpoint or "", configuration=configuration
     )
     member = trainer.member
     member.configuring = True

@@ -140,6 +140,15 @@ class JobRecord:
     def spec_digest(self) -> str:
         return hashlib.sha256(self.spec_json.encode()).hexdigest()
 
+    @cached_property
+    def spec_for_members(self) -> str:
+        """The spec as trainer and replicas get it: without the fields that have their defaults. A member of an earlier
+        release refuses fields that it does not know, and so serves every job that does not use one."""
+        spec = self.spec
+        short = spec.model_dump_json(exclude_defaults=True)
+        # A default that says something else than a missing field, which a preset could fill, has to be sent.
+        return short if JobSpec.model_validate_json(short) == spec else spec.model_dump_json()
+
     def clock(self, now_s: float) -> dict[str, Any]:
         """The fields `queued_s`, `ran_s` and `since_s` at the Unix time `now_s`, to be stored when the job moves to
         another phase: queued, running, ended."""

@@ -2,12 +2,19 @@
 
 import asyncio
 import dataclasses
+import json
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema
+
+from millrace.errors import InvalidJob
 from millrace.ids import Version
+from millrace.rest import JobState
 from services.coordinator.stages import configure
+from tests.services.coordinator.cluster import Cluster, named, scenario
 from tests.services.coordinator.redis import a_job
+from tests.spec.test_released_specs import RELEASES, schema
 
 
 def test_as_the_ledger_goes_back_nothing_is_leased_and_trackers_are_told_again() -> None:
@@ -38,3 +45,26 @@ def test_as_the_ledger_goes_back_nothing_is_leased_and_trackers_are_told_again()
     )
     asyncio.run(configure._agree(run, Version(1)))
     assert seen == [(None, 1)]
+
+
+@scenario
+async def test_members_of_the_last_release_serve_a_job_that_uses_no_newer_field(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    """They refuse what is not in their schema, as theirs does."""
+    known, asked = schema(RELEASES[-1]), list[str]()
+
+    async def check(request: Any) -> None:
+        asked.append(request.spec)
+        try:
+            jsonschema.validate(json.loads(request.spec), known)
+        except jsonschema.ValidationError as error:
+            raise InvalidJob(error.message, "use a member of this release.") from error
+
+    for member in (await cluster.trainer(), await cluster.replica()):
+        member.faults["Configure"] = check
+    job = await cluster.ended(await cluster.submit(spec))
+    assert job.state is JobState.SUCCEEDED and len(asked) >= 2
+    newer = named(spec, "newer") | {"notes": "of this release"}
+    job = await cluster.ended(await cluster.submit(newer))
+    assert job.state is JobState.FAILED and "notes" in str(job.failure)
