@@ -16,7 +16,9 @@ AutoscaleOption = Annotated[
 ScalerOption = Annotated[
     str,
     typer.Option(
-        envvar="MILLRACE_SCALER", help="What starts and stops replicas: local, or none, if others read the metric."
+        envvar="MILLRACE_SCALER",
+        help="What starts and stops replicas: local; slurm:SBATCH_ARGUMENTS; compose:[OPTIONS] SERVICE; "
+        "kubernetes:[RESOURCE/]NAME; or none, if others read the metric.",
     ),
 ]
 PriceOption = Annotated[float, typer.Option(envvar="MILLRACE_REPLICA_PRICE", help="Of one replica and hour.", min=0)]

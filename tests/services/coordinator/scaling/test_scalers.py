@@ -1,15 +1,24 @@
 """What starts and stops replicas, and the limits that an operator gives."""
 
 import asyncio
+import contextlib
 import json
+import ssl
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from millrace.errors import InvalidState, Unavailable
+from services.coordinator.scaling import scalers
 from services.coordinator.scaling.autoscaler import limits
-from services.coordinator.scaling.scalers import LocalScaler, scaler
+from services.coordinator.scaling.scalers import KubernetesScaler, LocalScaler, scaler
+from tests.certificates import Authority, Files
 from tests.deploy.expressions import OF_AUTOSCALING, lacking
 from tests.services.coordinator.cluster import until
 from tests.services.coordinator.conftest import running
@@ -44,8 +53,9 @@ def test_a_budget_needs_a_price() -> None:
 
 
 def test_an_unknown_scaler_is_refused() -> None:
-    with pytest.raises(InvalidState, match="local, none"):
-        scaler("nomad", "")
+    for kind in ("nomad", "slurm:", "compose:", "kubernetes:", "kubernetes:pods/x", "kubernetes:../secrets", "none:x"):
+        with pytest.raises(InvalidState, match="local, none"):
+            scaler(kind, "")
     with pytest.raises(InvalidState, match="belongs to no local stack"):
         scaler("local", "")
 
@@ -67,3 +77,131 @@ def test_a_coordinator_that_scales_shows_what_it_wants(empty_redis_url: str, tmp
     assert value(found, 'millrace_replicas_wanted{pool="rollout"}') == 2
     assert value(found, 'millrace_replicas_ready{pool="rollout"}') == 0
     assert value(found, 'millrace_scalings_total{pool="rollout",reason="limits"}') == 1
+
+
+class Api:
+    """The scale subresource of a Kubernetes API, with the state of one Deployment."""
+
+    def __init__(self) -> None:
+        self.replicas, self.token, self.calls = 2, "first", list[tuple[str, str]]()
+
+    def answer(self, method: str, path: str, token: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        self.calls.append((method, path))
+        if token != f"Bearer {self.token}":
+            return 403, {"kind": "Status", "message": "deployments.apps is forbidden"}
+        if path != "/apis/apps/v1/namespaces/rl/deployments/millrace-rollout/scale":
+            return 404, {"kind": "Status", "message": "not found"}
+        if method == "PATCH":
+            self.replicas = json.loads(body)["spec"]["replicas"]
+        spec = {"replicas": self.replicas} if self.replicas else {}
+        return 200, {"kind": "Scale", "apiVersion": "autoscaling/v1", "spec": spec, "status": {"replicas": 1}}
+
+
+@contextlib.contextmanager
+def serving(api: Api, files: Files) -> Iterator[int]:
+    class Handler(BaseHTTPRequestHandler):
+        def handle_any(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            if self.command == "PATCH" and self.headers["content-type"] != "application/merge-patch+json":
+                status, document = 415, {"message": "unsupported media type"}
+            else:
+                status, document = api.answer(self.command, self.path, self.headers.get("authorization", ""), body)
+            written = json.dumps(document).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(written)))
+            self.end_headers()
+            self.wfile.write(written)
+
+        do_GET = do_PATCH = handle_any
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.cert, files.key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield server.server_port
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_kubernetes_scales_by_the_scale_subresource(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, api = Authority(tmp_path / "pki").member("api"), Api()
+    account = tmp_path / "account"
+    account.mkdir()
+    (account / "namespace").write_text("rl\n")
+    (account / "ca.crt").write_bytes(files.ca.read_bytes())
+    monkeypatch.setattr(scalers, "SERVICE_ACCOUNT", account)
+    with pytest.raises(InvalidState, match="are not set"):
+        KubernetesScaler("deployments", "millrace-rollout", account)
+    with serving(api, files) as port:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
+        scaled = KubernetesScaler("deployments", "millrace-rollout", account)
+
+        async def play() -> None:
+            (account / "token").write_text("first")
+            assert await scaled.current() == 2
+            for wanted in (5, 5, 0):
+                await scaled.set(wanted)
+                assert await scaled.current() == api.replicas == wanted
+            api.token = "second"
+            with pytest.raises(Unavailable, match=r"403: deployments\.apps is forbidden.*service account"):
+                await scaled.set(1)
+            (account / "token").write_text("second\n")
+            await scaled.set(1)
+            with pytest.raises(InvalidState, match=r"leaderworkersets/other/scale with 404"):
+                await KubernetesScaler("leaderworkersets", "other", account).current()
+
+        asyncio.run(play())
+    assert api.replicas == 1
+    with pytest.raises(Unavailable, match="did not answer GET"):
+        asyncio.run(scaled.current())
+    assert api.calls[-1][1] == "/apis/leaderworkerset.x-k8s.io/v1/namespaces/rl/leaderworkersets/other/scale"
+
+
+PROGRAM = """#!{python}
+# A `docker` that knows two commands of compose, and keeps the number of containers in a file.
+import pathlib, sys
+state, arguments = pathlib.Path({state!r}), sys.argv[1:]
+assert arguments[:3] == ["compose", "--file", "my stack.yml"], arguments
+count = int(state.read_text())
+if arguments[3] == "ps":
+    print("".join(f"{{number:064x}}\\n" for number in range(count)), end="")
+elif arguments[3] == "up" and arguments[-1] == "rollout":
+    wanted = int(arguments[arguments.index("--scale") + 1].removeprefix("rollout="))
+    if wanted > 3:
+        sys.exit("no space left on device")
+    state.write_text(str(wanted))
+else:
+    sys.exit(2)
+"""
+
+
+def test_compose_scales_a_service_by_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "count").write_text("1")
+    (tmp_path / "docker").write_text(PROGRAM.format(python=sys.executable, state=str(tmp_path / "count")))
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    scaled = scaler("compose:--file 'my stack.yml' rollout", "")
+
+    async def play() -> None:
+        assert await scaled.current() == 1
+        for wanted in (3, 3, 1):
+            await scaled.set(wanted)
+            assert await scaled.current() == wanted
+        with pytest.raises(Unavailable, match="status 1: no space left on device"):
+            await scaled.set(4)
+
+    asyncio.run(play())
+    (tmp_path / "docker").unlink()
+    with pytest.raises(InvalidState, match="docker cannot be run"):
+        asyncio.run(scaled.current())
+
+
+def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unavailable, match=r"did not end within 0\.2 s"):
+        asyncio.run(scalers._ran(["sleep", "600"], 0.2))
