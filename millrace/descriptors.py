@@ -60,6 +60,8 @@ class EngineDescriptor:
     replies: str = ""
     """`module:class` of the `services.rollout.engine.ReplyEngine`, by which it replies for a pool; empty where it
     cannot."""
+    takes_images: bool = False
+    """Whether prompts may have images (`data.images`)."""
     other_problem: Callable[[], str] = field(default=lambda: "")
     """Why the installed engine cannot run, with the fix; empty where it can."""
 
@@ -101,6 +103,8 @@ class BackendDescriptor(Generic[Options]):
     that make ranks of different hosts exchange more than need be. Empty where there are none. Without torch."""
     replays_experts: bool = False
     """Whether `algorithm.router_replay` can be used."""
+    takes_images: bool = False
+    """Whether `data.images` can be used."""
     trains_adapters: bool = False
     """Whether `model.lora` can be used."""
     publishes_adapters: bool = False

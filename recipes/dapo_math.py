@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from millrace.data import PromptRow, open_source
+from millrace.data.columns.messages import text_of
 from millrace.errors import BadRow
 
 TRAIN = "hf://datasets/BytedTsinghua-SIA/DAPO-Math-17k/data/dapo-math-17k.parquet"
@@ -34,7 +35,7 @@ def rows(path: str) -> Iterator[PromptRow]:
 
 def _text(row: PromptRow) -> str:
     prompt = row.prompt
-    return prompt if isinstance(prompt, str) else "\n".join(message["content"] or "" for message in prompt).strip()
+    return prompt if isinstance(prompt, str) else "\n".join(map(text_of, prompt)).strip()
 
 
 def _truth(row: PromptRow) -> str:

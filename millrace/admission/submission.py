@@ -21,6 +21,7 @@ from millrace.backends import BACKENDS, FIELD
 from millrace.checkpoints.source import check_checkpoint
 from millrace.data import PromptSource, open_section
 from millrace.data.model_folder import check_model_folder, check_weights_folder, context, vocabulary
+from millrace.data.pictures import check_takes_images
 from millrace.descriptors import imported
 from millrace.environments.registry import check as check_environment
 from millrace.errors import InvalidJob, Mistake, Unavailable, refused, wrong_value
@@ -192,6 +193,8 @@ def _data(spec: JobSpec, named_spec: JobSpec) -> Iterator[Mistake]:
     weights = named_spec.model.path == spec.model.path and spec.model.weights is None
     unusable = list(_attempt(check_model_folder, spec.model.path, messages=messages, weights=weights))
     yield from unusable or _attempt(_context, spec)
+    if spec.data.images is not None and not unusable:
+        yield from _attempt(check_takes_images, Path(spec.model.path))
     if not unusable:
         yield from _attempt(_checkpoint, spec.model)
     for _, term in sorted(terms.items()):

@@ -13,6 +13,7 @@ from millrace.admission.trials import SHOWN, RewardTrial, ask_judges, checks_mod
 from millrace.data import PromptRow, PromptSource, open_section
 from millrace.data.chat import render
 from millrace.data.model_folder import vocabulary
+from millrace.data.pictures import pictures_of
 from millrace.data.row import json_texts
 from millrace.errors import BadRow, InvalidJob, Mistake, wrong_value
 from millrace.rewards import BUILT_IN
@@ -142,7 +143,9 @@ def _read(spec: JobSpec, section: Section, progress: Progress) -> Section:
 def _prompts(spec: JobSpec, sections: list[Section], progress: Progress, notes: list[str]) -> list[Mistake]:
     """Makes tokens of the sampled prompts: which the chat template refuses, and how many are too long."""
     try:
-        tokenizer = _tokenizer(spec)
+        tokenizer, pictures = _tokenizer(spec), pictures_of(spec.model.path, spec.data.images)
+    except InvalidJob as error:
+        return list(error.mistakes)
     except ImportError:
         notes.append("prompts: not looked at, because transformers is not installed here")
         return []
@@ -156,7 +159,9 @@ def _prompts(spec: JobSpec, sections: list[Section], progress: Progress, notes: 
         for row in progress(section.sample, f"prompts of {section.name}", len(section.sample)):
             options = spec.data.chat_template_options
             try:
-                rendered = render(row, tokenizer, max_tokens=sys.maxsize, chat_template_options=options)
+                rendered = render(
+                    row, tokenizer, max_tokens=sys.maxsize, chat_template_options=options, pictures=pictures
+                )
                 lengths.append(len(rendered.token_ids))
                 largest = max(largest, *rendered.token_ids)
             except BadRow as error:

@@ -29,7 +29,8 @@ def open_section(spec: "JobSpec", section: Literal["data", "evaluation"]) -> Pro
     part, columns = spec.data if section == "data" else spec.evaluation, spec.data.columns
     if part is None:
         return None
-    reading = Reading(columns if part.columns is None else part.columns, spec.data.prompt_format)
+    most = None if spec.data.images is None else spec.data.images.max_per_prompt
+    reading = Reading(columns if part.columns is None else part.columns, spec.data.prompt_format, most)
     return open_source(part.files, part.procedural, part.procedural_options, reading=reading, field=section)
 
 

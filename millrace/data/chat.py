@@ -1,11 +1,12 @@
 """From a row to the tokens of its prompt: the chat template, and what happens to a prompt that is too long."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from jinja2 import TemplateError
 
+from millrace.data.pictures import Pictures
 from millrace.data.row import PromptRow
 from millrace.drops import Drop, DropReason
 from millrace.errors import BadRow
@@ -31,6 +32,10 @@ class Rendered:
     """Why the prompt is dropped; None where it is not."""
     cut: int = 0
     """Number of tokens that were cut off."""
+    images: tuple[Any, ...] = ()
+    """Its images, opened."""
+    short_ids: tuple[int, ...] = ()
+    """The tokens with one for each image; empty where there are no images."""
 
 
 def render(
@@ -40,17 +45,24 @@ def render(
     max_tokens: int,
     overlong: Overlong = "drop",
     chat_template_options: Mapping[str, Any] | None = None,
+    pictures: Pictures | None = None,
 ) -> Rendered:
     """The tokens of `row`'s prompt, at most `max_tokens`, after which the answer begins.
 
     Messages go through the chat template with `chat_template_options`, plain text is encoded as it is. `truncate_left`
-    cuts at the beginning, `truncate_right` at the end, `truncate_middle` in the middle. Raises BadRow where the
-    tokenizer or its template refuses the row.
+    cuts at the beginning, `truncate_right` at the end, `truncate_middle` in the middle. `pictures` takes the images of
+    rows that have some: such a prompt has as many tokens for each as the model sees of it, and is never cut. Raises
+    BadRow where the tokenizer or its template refuses the row, or an image cannot be used.
     """
     token_ids = _tokens(row, tokenizer, chat_template_options or {})
     if not token_ids:
         raise BadRow(f"row {row.index} of {row.data_source} has an empty prompt.", "fix the prompt or the template.")
-    return fit(token_ids, max_tokens, overlong)
+    if pictures is None:
+        return fit(token_ids, max_tokens, overlong)
+    label = f"row {row.index} of {row.data_source}"
+    images = pictures.opened(row.images, label)
+    found = fit(pictures.expanded(token_ids, images, label), max_tokens, "drop" if images else overlong)
+    return replace(found, images=tuple(images), short_ids=tuple(token_ids)) if images else found
 
 
 def fit(token_ids: list[int], max_tokens: int, overlong: Overlong) -> Rendered:

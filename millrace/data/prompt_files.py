@@ -101,7 +101,7 @@ class PromptFiles(PromptSource):
         return self._read(index, file.rows.raw(row), file, row)
 
     def _read(self, index: int, raw: Any, file: _File, row: int) -> PromptRow:
-        return read_row(index, raw, file.rows.place(row), file.layout, self._reading.prompt_format)
+        return read_row(index, raw, file.rows.place(row), file.layout, self._reading)
 
 
 def open_files(paths: Sequence[str], field: str, reading: Reading) -> PromptFiles:
@@ -118,7 +118,8 @@ def open_files(paths: Sequence[str], field: str, reading: Reading) -> PromptFile
         try:
             if not len(rows):
                 raise refused(field, path, "has no rows", "leave it out, or write the data again.")
-            layout = rows.fitted(layout_of(rows.columns, reading.columns, path, field))
+            has_images = reading.most_images is not None
+            layout = rows.fitted(layout_of(rows.columns, reading.columns, path, field, images=has_images))
             files.append(_File(rows, path, layout))
         except InvalidJob as error:
             mistakes += error.mistakes

@@ -63,6 +63,8 @@ DESCRIPTOR = EngineDescriptor(
         "seed": (0, LARGEST_SEED),
     },
     reserved_options={
+        "limit_mm_per_prompt": "data.images",
+        **dict.fromkeys(("mm_processor_cache_gb", "mm_processor_kwargs", "mm_device_do_normalize"), ""),
         "model": "model.path",
         "tokenizer": "model.path",
         "trust_remote_code": "model.trust_remote_code",
@@ -93,6 +95,7 @@ DESCRIPTOR = EngineDescriptor(
     memory_option="gpu_memory_utilization",
     memory_share=0.9,
     context_option="max_model_len",
+    takes_images=True,
     preloaded=("services.rollout.engines.vllm.preload",),
     other_problem=plugin_missing,
 )

@@ -26,6 +26,9 @@ def mistakes_of(spec: JobSpec) -> Iterator[Mistake]:
     options, critic = parse(spec.trainer.backend_options), spec.algorithm.critic
     if options.sequence_parallel_size > 1:
         yield from _broken_rules(options, text_config(Path(spec.model.path)), FIELD)
+        if spec.data.images is not None:
+            reason = "ranks do not share the images of a micro-batch, and data.images is given"
+            yield wrong_value(FIELD, options.sequence_parallel_size, reason, "set it to 1.")
     for role in ROLES:
         yield from _not_shared(options.sequence_parallel_size, parse(spec.trainer.of(role).backend_options), role)
     own = parse(spec.trainer.of("critic").backend_options)

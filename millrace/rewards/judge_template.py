@@ -35,8 +35,16 @@ def text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
-        return str(prompt[0].get("content") or "")
-    return "\n\n".join(f"{message.get('role')}: {message.get('content') or ''}" for message in prompt)
+        return _content(prompt[0])
+    return "\n\n".join(f"{message.get('role')}: {_content(message)}" for message in prompt)
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """The text of a message; images in it are only named."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        return "".join(part.get("text", f"[{part.get('type')}]") for part in content)
+    return str(content)
 
 
 def numbered(texts: Sequence[str]) -> str:

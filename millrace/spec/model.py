@@ -10,7 +10,7 @@ from millrace.spec.pool import Judge, JudgeTerm
 from millrace.validation import limits
 from millrace.validation.fields import StrictModel
 
-ColumnRole = Literal["prompt", "ground_truth", "data_source", "extra_info", "ability", "reward_style"]
+ColumnRole = Literal["prompt", "ground_truth", "data_source", "extra_info", "ability", "reward_style", "images"]
 """What a column of a data file can be."""
 PromptFormat = Literal["auto", "chat", "text"]
 
@@ -41,6 +41,14 @@ class Model(StrictModel):
         return self.lora is not None and not self.lora.merge
 
 
+class Images(StrictModel):
+    max_per_prompt: int = Field(4, ge=1, le=64)
+    """Most images of one prompt. A row with more is dropped as `bad_row`."""
+    max_pixels: int = Field(4_000_000, ge=1, le=100_000_000)
+    """Most pixels of one image, width times height, as it is in the file. A prompt with a larger one is dropped as
+    `bad_prompt`. The model's own processor may then make it smaller."""
+
+
 class Data(StrictModel):
     files: list[str] = Field(default_factory=list, examples=[["/data/train.parquet"]])
     """Absolute paths of Parquet or JSON files (.parquet, .jsonl, .json, the last two also with .gz or .zst), or of
@@ -51,7 +59,8 @@ class Data(StrictModel):
         default_factory=dict, examples=[{"prompt": "question", "ground_truth": "result.answer"}]
     )
     """Which column of the files is what, where the names do not say it: prompt, ground_truth, data_source, extra_info,
-    ability, reward_style. `a.b` is field b in column a. Columns of verl, TRL and OpenAI are found by themselves."""
+    ability, reward_style, images. `a.b` is field b in column a. Columns of verl, TRL and OpenAI are found by
+    themselves."""
     prompt_format: PromptFormat = "auto"
     """How prompts go to the model. auto: messages by its chat template, plain text as it is. chat: plain text too, as
     the message of a user. text: no chat template; the texts of several messages are joined by an empty line."""
@@ -71,6 +80,9 @@ class Data(StrictModel):
     beginning, at its end or in the middle."""
     chat_template_options: dict[str, Any] = Field(default_factory=dict, examples=[{"enable_thinking": False}])
     """Arguments of the tokenizer's chat template: enable_thinking, tools, ..."""
+    images: Images | None = Field(None, examples=[{"max_per_prompt": 2}])
+    """Prompts may have images, within these limits. null: a row with images cannot be used. docs/data.md says how rows
+    name their images."""
 
 
 class RewardFunction(StrictModel):

@@ -24,6 +24,7 @@ def broken_rules(spec: JobSpec) -> list[Mistake]:
     return [
         *_output(spec),
         *_data(spec),
+        *_images(spec),
         *_schedule(spec),
         *_reward(spec),
         *_sizes(spec),
@@ -91,6 +92,37 @@ def _data(spec: JobSpec) -> Iterator[Mistake]:
         if data.procedural and not data.procedural.startswith("reasoning_gym:"):
             fix = "write reasoning_gym:<task>, for example reasoning_gym:spell_backward"
             yield _broken(f"{field}.procedural", data.procedural, "there is no such kind of source", fix)
+
+
+def _images(spec: JobSpec) -> Iterator[Mistake]:
+    """What was not shown to be right with images, or has no place for them."""
+    if spec.data.images is None:
+        return
+    given = {
+        "rollout.environment": spec.rollout.environment,
+        "rollout.agent": spec.rollout.agent,
+        "model.lora": spec.model.lora,
+        "algorithm.critic": spec.algorithm.critic,
+        "algorithm.distillation": spec.algorithm.distillation,
+        "pools": spec.pools or None,
+    }
+    for field, value in given.items():
+        if value is not None:
+            reason = f"{field} is given too, which jobs with images do not support yet"
+            yield _broken("data.images", "given", reason, "leave one of them out")
+    if not BACKENDS[spec.trainer.backend].takes_images:
+        takes = " or ".join(name for name, backend in BACKENDS.items() if backend.takes_images)
+        reason = "this backend does not train on the images of data.images"
+        yield _broken("trainer.backend", spec.trainer.backend, reason, f"use {takes}, or leave data.images out")
+    if spec.data.prompt_format == "text":
+        reason = "images have their places in messages, and data.images is given"
+        yield _broken("data.prompt_format", "text", reason, "set it to auto, or leave data.images out")
+    if spec.data.procedural:
+        reason = "a procedural source has no images, and data.images is given"
+        yield _broken("data.procedural", spec.data.procedural, reason, "give data.files, or leave data.images out")
+    if spec.data.overlong_prompts != "drop":
+        reason = "a cut could take a part of an image, and data.images is given"
+        yield _broken("data.overlong_prompts", spec.data.overlong_prompts, reason, "set it to drop")
 
 
 def _reward(spec: JobSpec) -> Iterator[Mistake]:

@@ -104,10 +104,22 @@ class Partial:
 NO_TOKENS = Partial(np.zeros(0, np.int32), np.zeros(0, np.float32), ())
 
 
+@dataclass(frozen=True)
+class ShownImages:
+    """The images of a prompt."""
+
+    images: Sequence[Any]
+    """As Pillow has them, in the order of their places in the prompt."""
+    prompt_tokens: Sequence[int]
+    """The prompt's tokens with one for each image."""
+
+
 class Response:
     """A response from its beginning to its end, for whoever wants to know meanwhile what it has."""
 
-    def __init__(self, prefix: Partial = NO_TOKENS) -> None:
+    def __init__(self, prefix: Partial = NO_TOKENS, images: ShownImages | None = None) -> None:
+        self.images = images
+        """The images of its prompt; None if it has none. Only engines that take images get some."""
         self.prefix = prefix
         """What was sampled before, by this engine or another one. The engine continues after it."""
         self.kept = len(prefix)

@@ -13,7 +13,8 @@ import structlog
 
 from millrace import hub
 from millrace.contracts.v1 import fleet_pb2, rollout_pb2, weights_pb2
-from millrace.errors import InvalidState, PublicationFailed
+from millrace.engines import ENGINES
+from millrace.errors import InvalidState, PublicationFailed, refused
 from millrace.ids import JobId, MemberId, Version
 from millrace.spec import JobSpec, received
 from millrace.telemetry.metrics.prometheus import replica as names
@@ -80,6 +81,7 @@ class Replica(FleetMember):
             if self.draining.is_set():
                 raise InvalidState(f"{self.member_id} drains.", "configure another replica.")
             check_allowed(spec.rollout.agent, os.environ)
+            check_images(spec, self.engine_name)
             if self.job is None or (self.job.id, self.job.spec) != (job_id, spec):
                 await self._leave_job("another job was configured")
                 if self.nodes is not None:
@@ -315,9 +317,18 @@ def _engine_key(spec: JobSpec) -> str:
             rollout.dtype,
             rollout.engine_options,
             spec.data.max_prompt_tokens + rollout.max_response_tokens,
+            None if spec.data.images is None else spec.data.images.max_per_prompt,
         ],
         sort_keys=True,
     )
+
+
+def check_images(spec: JobSpec, engine: str) -> None:
+    """Raises InvalidJob if prompts may have images, and the replica's engine does not take them."""
+    if spec.data.images is not None and not ENGINES[engine].takes_images:
+        able = " or ".join(name for name, descriptor in ENGINES.items() if descriptor.takes_images)
+        reason = f"the engine of this replica is {engine}, which takes no images here"
+        raise refused("data.images", "given", reason, f"start replicas with {able}, or leave data.images out.")
 
 
 class ReplicaMetrics(MemberMetrics):

@@ -117,7 +117,10 @@ def test_parts_of_text_and_calls_of_tools(tmp_path: Path) -> None:
     ("message", "told"),
     [
         (answer(None), "content: null: is not text"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "is not a part of text"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "is an image, and prompts of this job are text only",
+        ),
         (answer(None, tool_calls=[{**CALL, "function": {"name": "add", "arguments": "[1"}}]), "is not a JSON object"),
         (answer(None, tool_calls="add"), "is not a list of calls"),
     ],

@@ -250,7 +250,7 @@ def bad_row(source: PromptSource, index: int) -> str:
         ({"prompt": [{"role": "user"}]}, "column prompt[0].content: is missing."),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-            'column prompt[0].content[0]: {"type": "image"}: is not a part of text.',
+            "column prompt[0].content[0]: is an image, and prompts of this job are text only.",
         ),
         ({"data_source": 7}, "column data_source: 7: is not text."),
         ({"reward_model": "rule"}, 'column reward_model: "rule": is not an object.'),

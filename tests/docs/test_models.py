@@ -32,7 +32,7 @@ def test_the_page_is_what_is_made(made: ModuleType) -> None:
 def test_a_test_runs_each_family_where_the_table_says_so(made: ModuleType) -> None:
     """The tests of trainers and engines go over these lists."""
     run_by = {"test_recurrent.py": HYBRIDS, "test_hybrid.py": HYBRIDS, "test_vllm.py": KINDS, "test_parity.py": KINDS}
-    run_by["test_sweep.py"] = made.RIGHT
+    run_by |= {"test_sweep.py": made.RIGHT, "test_images.py": made.MODELS}
     for family in made.FAMILIES:
         for where, path in family.tests.items():
             file = DOCS.parent / path

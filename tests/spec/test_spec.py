@@ -330,3 +330,20 @@ def test_judges_are_parts_of_the_reward_beside_functions():
 )
 def test_several_functions_that_cannot_be_summed_are_refused(reward, told):
     assert told in refusal(with_("reward", reward))
+
+
+def test_images_are_refused_with_what_was_not_shown_to_be_right_with_them():
+    tree = with_("data.images", {})
+    assert parse(tree).data.images.max_per_prompt == 4
+    others = {
+        "model.lora": {"rank": 8},
+        "algorithm.critic": {},
+        "rollout.environment": {"name": "games:Hunt"},
+        "trainer.backend": "megatron",
+        "data.prompt_format": "text",
+        "data.overlong_prompts": "truncate_left",
+    }
+    for path, value in others.items():
+        section, name = path.split(".")
+        told = refusal({**tree, section: {**tree.get(section, {}), name: value}})
+        assert path in told and "data.images" in told and "Fix:" in told, told

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from millrace.contracts.v1 import common_pb2 as millrace_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16millrace/v1/work.proto\x12\x0bmillrace.v1\x1a\x18millrace/v1/common.proto\"b\n\x08LeaseRef\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x03 \x01(\x03\x12%\n\x07purpose\x18\x04 \x01(\x0e\x32\x14.millrace.v1.Purpose\"\xa7\x01\n\x08Sampling\x12\x0f\n\x07samples\x18\x01 \x01(\r\x12\x1b\n\x13max_response_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\x05\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x17\n\x0fgreedy_baseline\x18\x07 \x01(\x08\x12\x13\n\x0bmin_samples\x18\x08 \x01(\r\"\xb9\x02\n\x05Lease\x12\"\n\x03ref\x18\x01 \x01(\x0b\x32\x15.millrace.v1.LeaseRef\x12\x11\n\tprompt_id\x18\x02 \x01(\t\x12%\n\x07purpose\x18\x03 \x01(\x0e\x32\x14.millrace.v1.Purpose\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.millrace.v1.Sampling\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\x12\x0e\n\x06prompt\x18\x06 \x01(\t\x12\x14\n\x0cground_truth\x18\x07 \x01(\t\x12\x12\n\nextra_info\x18\x08 \x01(\t\x12\x11\n\texpires_s\x18\t \x01(\x01\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x10\n\x08issued_s\x18\x0b \x01(\x01\x12 \n\x05parts\x18\x0c \x03(\x0b\x32\x11.millrace.v1.Part\"\x9b\x01\n\x04Part\x12\x0f\n\x07request\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12*\n\x08versions\x18\x05 \x03(\x0b\x32\x18.millrace.v1.VersionSpan\x12%\n\x07\x65xperts\x18\x06 \x01(\x0b\x32\x14.millrace.v1.Experts\"R\n\nLeaseParts\x12\"\n\x03ref\x18\x01 \x01(\x0b\x32\x15.millrace.v1.LeaseRef\x12 \n\x05parts\x18\x02 \x03(\x0b\x32\x11.millrace.v1.Part\"G\n\x0cLeaseRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x14\n\x0c\x66ree_samples\x18\x02 \x01(\r\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\"H\n\rLeaseResponse\x12\"\n\x06leases\x18\x01 \x03(\x0b\x32\x12.millrace.v1.Lease\x12\x13\n\x0bidle_reason\x18\x02 \x01(\t\"q\n\rExtendRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12%\n\x06leases\x18\x02 \x03(\x0b\x32\x15.millrace.v1.LeaseRef\x12&\n\x05parts\x18\x03 \x03(\x0b\x32\x17.millrace.v1.LeaseParts\"H\n\x0e\x45xtendResponse\x12\x11\n\texpires_s\x18\x01 \x01(\x01\x12#\n\x04lost\x18\x02 \x03(\x0b\x32\x15.millrace.v1.LeaseRef\"\xa9\x01\n\x0f\x43ompleteRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\"\n\x03ref\x18\x02 \x01(\x0b\x32\x15.millrace.v1.LeaseRef\x12#\n\x05group\x18\x03 \x01(\x0b\x32\x12.millrace.v1.GroupH\x00\x12!\n\x04\x64rop\x18\x05 \x01(\x0b\x32\x11.millrace.v1.DropH\x00\x42\x08\n\x06\x61nswerJ\x04\x08\x04\x10\x05R\x07\x64ropped\"\x12\n\x10\x43ompleteResponse\"r\n\x0eReleaseRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12%\n\x06leases\x18\x02 \x03(\x0b\x32\x15.millrace.v1.LeaseRef\x12&\n\x05parts\x18\x03 \x03(\x0b\x32\x17.millrace.v1.LeaseParts\"\x11\n\x0fReleaseResponse\"2\n\x0c\x46\x65tchRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\t2\xd2\x02\n\x04Work\x12>\n\x05Lease\x12\x19.millrace.v1.LeaseRequest\x1a\x1a.millrace.v1.LeaseResponse\x12\x41\n\x06\x45xtend\x12\x1a.millrace.v1.ExtendRequest\x1a\x1b.millrace.v1.ExtendResponse\x12G\n\x08\x43omplete\x12\x1c.millrace.v1.CompleteRequest\x1a\x1d.millrace.v1.CompleteResponse\x12\x44\n\x07Release\x12\x1b.millrace.v1.ReleaseRequest\x1a\x1c.millrace.v1.ReleaseResponse\x12\x38\n\x05\x46\x65tch\x12\x19.millrace.v1.FetchRequest\x1a\x12.millrace.v1.Group0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16millrace/v1/work.proto\x12\x0bmillrace.v1\x1a\x18millrace/v1/common.proto\"b\n\x08LeaseRef\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x03 \x01(\x03\x12%\n\x07purpose\x18\x04 \x01(\x0e\x32\x14.millrace.v1.Purpose\"\xa7\x01\n\x08Sampling\x12\x0f\n\x07samples\x18\x01 \x01(\r\x12\x1b\n\x13max_response_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\x05\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x17\n\x0fgreedy_baseline\x18\x07 \x01(\x08\x12\x13\n\x0bmin_samples\x18\x08 \x01(\r\"\xc9\x02\n\x05Lease\x12\"\n\x03ref\x18\x01 \x01(\x0b\x32\x15.millrace.v1.LeaseRef\x12\x11\n\tprompt_id\x18\x02 \x01(\t\x12%\n\x07purpose\x18\x03 \x01(\x0e\x32\x14.millrace.v1.Purpose\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.millrace.v1.Sampling\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\x12\x0e\n\x06prompt\x18\x06 \x01(\t\x12\x14\n\x0cground_truth\x18\x07 \x01(\t\x12\x12\n\nextra_info\x18\x08 \x01(\t\x12\x11\n\texpires_s\x18\t \x01(\x01\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x10\n\x08issued_s\x18\x0b \x01(\x01\x12 \n\x05parts\x18\x0c \x03(\x0b\x32\x11.millrace.v1.Part\x12\x0e\n\x06images\x18\r \x03(\x0c\"\x9b\x01\n\x04Part\x12\x0f\n\x07request\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12*\n\x08versions\x18\x05 \x03(\x0b\x32\x18.millrace.v1.VersionSpan\x12%\n\x07\x65xperts\x18\x06 \x01(\x0b\x32\x14.millrace.v1.Experts\"R\n\nLeaseParts\x12\"\n\x03ref\x18\x01 \x01(\x0b\x32\x15.millrace.v1.LeaseRef\x12 \n\x05parts\x18\x02 \x03(\x0b\x32\x11.millrace.v1.Part\"G\n\x0cLeaseRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x14\n\x0c\x66ree_samples\x18\x02 \x01(\r\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\"H\n\rLeaseResponse\x12\"\n\x06leases\x18\x01 \x03(\x0b\x32\x12.millrace.v1.Lease\x12\x13\n\x0bidle_reason\x18\x02 \x01(\t\"q\n\rExtendRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12%\n\x06leases\x18\x02 \x03(\x0b\x32\x15.millrace.v1.LeaseRef\x12&\n\x05parts\x18\x03 \x03(\x0b\x32\x17.millrace.v1.LeaseParts\"H\n\x0e\x45xtendResponse\x12\x11\n\texpires_s\x18\x01 \x01(\x01\x12#\n\x04lost\x18\x02 \x03(\x0b\x32\x15.millrace.v1.LeaseRef\"\xa9\x01\n\x0f\x43ompleteRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\"\n\x03ref\x18\x02 \x01(\x0b\x32\x15.millrace.v1.LeaseRef\x12#\n\x05group\x18\x03 \x01(\x0b\x32\x12.millrace.v1.GroupH\x00\x12!\n\x04\x64rop\x18\x05 \x01(\x0b\x32\x11.millrace.v1.DropH\x00\x42\x08\n\x06\x61nswerJ\x04\x08\x04\x10\x05R\x07\x64ropped\"\x12\n\x10\x43ompleteResponse\"r\n\x0eReleaseRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12%\n\x06leases\x18\x02 \x03(\x0b\x32\x15.millrace.v1.LeaseRef\x12&\n\x05parts\x18\x03 \x03(\x0b\x32\x17.millrace.v1.LeaseParts\"\x11\n\x0fReleaseResponse\"2\n\x0c\x46\x65tchRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\t2\xd2\x02\n\x04Work\x12>\n\x05Lease\x12\x19.millrace.v1.LeaseRequest\x1a\x1a.millrace.v1.LeaseResponse\x12\x41\n\x06\x45xtend\x12\x1a.millrace.v1.ExtendRequest\x1a\x1b.millrace.v1.ExtendResponse\x12G\n\x08\x43omplete\x12\x1c.millrace.v1.CompleteRequest\x1a\x1d.millrace.v1.CompleteResponse\x12\x44\n\x07Release\x12\x1b.millrace.v1.ReleaseRequest\x1a\x1c.millrace.v1.ReleaseResponse\x12\x38\n\x05\x46\x65tch\x12\x19.millrace.v1.FetchRequest\x1a\x12.millrace.v1.Group0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,29 +37,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLING']._serialized_start=166
   _globals['_SAMPLING']._serialized_end=333
   _globals['_LEASE']._serialized_start=336
-  _globals['_LEASE']._serialized_end=649
-  _globals['_PART']._serialized_start=652
-  _globals['_PART']._serialized_end=807
-  _globals['_LEASEPARTS']._serialized_start=809
-  _globals['_LEASEPARTS']._serialized_end=891
-  _globals['_LEASEREQUEST']._serialized_start=893
-  _globals['_LEASEREQUEST']._serialized_end=964
-  _globals['_LEASERESPONSE']._serialized_start=966
-  _globals['_LEASERESPONSE']._serialized_end=1038
-  _globals['_EXTENDREQUEST']._serialized_start=1040
-  _globals['_EXTENDREQUEST']._serialized_end=1153
-  _globals['_EXTENDRESPONSE']._serialized_start=1155
-  _globals['_EXTENDRESPONSE']._serialized_end=1227
-  _globals['_COMPLETEREQUEST']._serialized_start=1230
-  _globals['_COMPLETEREQUEST']._serialized_end=1399
-  _globals['_COMPLETERESPONSE']._serialized_start=1401
-  _globals['_COMPLETERESPONSE']._serialized_end=1419
-  _globals['_RELEASEREQUEST']._serialized_start=1421
-  _globals['_RELEASEREQUEST']._serialized_end=1535
-  _globals['_RELEASERESPONSE']._serialized_start=1537
-  _globals['_RELEASERESPONSE']._serialized_end=1554
-  _globals['_FETCHREQUEST']._serialized_start=1556
-  _globals['_FETCHREQUEST']._serialized_end=1606
-  _globals['_WORK']._serialized_start=1609
-  _globals['_WORK']._serialized_end=1947
+  _globals['_LEASE']._serialized_end=665
+  _globals['_PART']._serialized_start=668
+  _globals['_PART']._serialized_end=823
+  _globals['_LEASEPARTS']._serialized_start=825
+  _globals['_LEASEPARTS']._serialized_end=907
+  _globals['_LEASEREQUEST']._serialized_start=909
+  _globals['_LEASEREQUEST']._serialized_end=980
+  _globals['_LEASERESPONSE']._serialized_start=982
+  _globals['_LEASERESPONSE']._serialized_end=1054
+  _globals['_EXTENDREQUEST']._serialized_start=1056
+  _globals['_EXTENDREQUEST']._serialized_end=1169
+  _globals['_EXTENDRESPONSE']._serialized_start=1171
+  _globals['_EXTENDRESPONSE']._serialized_end=1243
+  _globals['_COMPLETEREQUEST']._serialized_start=1246
+  _globals['_COMPLETEREQUEST']._serialized_end=1415
+  _globals['_COMPLETERESPONSE']._serialized_start=1417
+  _globals['_COMPLETERESPONSE']._serialized_end=1435
+  _globals['_RELEASEREQUEST']._serialized_start=1437
+  _globals['_RELEASEREQUEST']._serialized_end=1551
+  _globals['_RELEASERESPONSE']._serialized_start=1553
+  _globals['_RELEASERESPONSE']._serialized_end=1570
+  _globals['_FETCHREQUEST']._serialized_start=1572
+  _globals['_FETCHREQUEST']._serialized_end=1622
+  _globals['_WORK']._serialized_start=1625
+  _globals['_WORK']._serialized_end=1963
 # @@protoc_insertion_point(module_scope)

@@ -40,7 +40,7 @@ class Sampling(_message.Message):
     def __init__(self, samples: _Optional[int] = ..., max_response_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., greedy_baseline: bool = ..., min_samples: _Optional[int] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("ref", "prompt_id", "purpose", "sampling", "data_source", "prompt", "ground_truth", "extra_info", "expires_s", "traceparent", "issued_s", "parts")
+    __slots__ = ("ref", "prompt_id", "purpose", "sampling", "data_source", "prompt", "ground_truth", "extra_info", "expires_s", "traceparent", "issued_s", "parts", "images")
     REF_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class Lease(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     ISSUED_S_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     ref: LeaseRef
     prompt_id: str
     purpose: _common_pb2.Purpose
@@ -65,7 +66,8 @@ class Lease(_message.Message):
     traceparent: str
     issued_s: float
     parts: _containers.RepeatedCompositeFieldContainer[Part]
-    def __init__(self, ref: _Optional[_Union[LeaseRef, _Mapping]] = ..., prompt_id: _Optional[str] = ..., purpose: _Optional[_Union[_common_pb2.Purpose, str]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., data_source: _Optional[str] = ..., prompt: _Optional[str] = ..., ground_truth: _Optional[str] = ..., extra_info: _Optional[str] = ..., expires_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., issued_s: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
+    images: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, ref: _Optional[_Union[LeaseRef, _Mapping]] = ..., prompt_id: _Optional[str] = ..., purpose: _Optional[_Union[_common_pb2.Purpose, str]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., data_source: _Optional[str] = ..., prompt: _Optional[str] = ..., ground_truth: _Optional[str] = ..., extra_info: _Optional[str] = ..., expires_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., issued_s: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., images: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("request", "start", "tokens", "logprobs", "versions", "experts")

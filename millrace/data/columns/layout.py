@@ -22,6 +22,8 @@ class Reading:
     columns: Mapping[ColumnRole, str] = field(default_factory=dict)
     """`data.columns`."""
     prompt_format: PromptFormat = "auto"
+    most_images: int | None = None
+    """Most images of a row; None: rows have none, and a column `images` is a column like others."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Layout:
     """None: an object of the columns in `others`."""
     ability: str | None = None
     reward_style: str | None = None
+    images: str | None = None
     others: tuple[str, ...] = ()
     """Columns that have no other use."""
 
@@ -50,7 +53,8 @@ class Layout:
     @property
     def read_columns(self) -> set[str]:
         """Names of the columns that are read, with and without what follows a dot."""
-        used = (self.prompt, self.ground_truth, self.data_source, self.extra_info, self.ability, self.reward_style)
+        used = [self.prompt, self.ground_truth, self.data_source, self.extra_info, self.ability, self.reward_style]
+        used.append(self.images)
         named = {name for name in used if name is not None} | set(() if self.extra_info else self.others)
         return named | {name.partition(".")[0] for name in named}
 
@@ -74,13 +78,17 @@ class Layout:
             info = f"extra_info from {self.extra_info}"
         elif self.others:
             info = f"extra_info from the other columns: {', '.join(self.others)}"
+        info += f", images from {self.images}" if self.images else ""
         unseen = "; the chat template does not get the column tools" if "tools" in self.others else ""
         return f"{prompt}, {truth}, {source}, {info}{unseen}"
 
 
-def layout_of(found: Sequence[str], columns: Mapping[ColumnRole, str], path: str, files_field: str) -> Layout:
-    """The layout of a file with the columns `found`. `columns` has the names that the job gives. Raises InvalidJob with
-    every column that is missing, and with those of which several could be the ground truth."""
+def layout_of(
+    found: Sequence[str], columns: Mapping[ColumnRole, str], path: str, files_field: str, *, images: bool = False
+) -> Layout:
+    """The layout of a file with the columns `found`. `columns` has the names that the job gives; `images`: rows may
+    have some. Raises InvalidJob with every column that is missing, and with those of which several could be the ground
+    truth."""
     section = files_field.rpartition(".")[0]
     named = {role: name for role, name in columns.items() if not _has(found, name)}
     mistakes = [
@@ -90,7 +98,8 @@ def layout_of(found: Sequence[str], columns: Mapping[ColumnRole, str], path: str
         for role, name in named.items()
     ]
     used: dict[ColumnRole, str] = {role: name for role, name in columns.items() if role not in named}
-    used |= {role: role for role in OWN_NAMES if role not in columns and role in found}
+    own_names: tuple[ColumnRole, ...] = (*OWN_NAMES, "images") if images else OWN_NAMES
+    used |= {role: role for role in own_names if role not in columns and role in found}
     if "ground_truth" not in columns and "reward_model" in found:
         used["ground_truth"] = VERL_TRUTH
         used.setdefault("reward_style", "reward_model.style")
@@ -119,6 +128,7 @@ def layout_of(found: Sequence[str], columns: Mapping[ColumnRole, str], path: str
         extra_info=used.get("extra_info"),
         ability=used.get("ability"),
         reward_style=used.get("reward_style"),
+        images=used.get("images"),
         others=others,
     )
 

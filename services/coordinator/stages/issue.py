@@ -117,6 +117,7 @@ def draft(
             prompt=prompt,
             ground_truth=ground_truth,
             extra_info=extra_info,
+            images=found.images,
             traceparent=_new_trace(job_id, prompt_id),
             issued_s=time.time(),
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from millrace.telemetry.spans.context import current
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
-from services.rollout.engine import NO_TOKENS, Completion, Engine, Partial, Response, Sampling
+from services.rollout.engine import NO_TOKENS, Completion, Engine, Partial, Response, Sampling, ShownImages
 
 LEAST_WAIT_S = 0.001
 """A shorter wait for a slot is no span."""
@@ -79,10 +79,12 @@ class EpisodeSlot:
         finally:
             self._slots._change(-1)
 
-    async def answer(self, engine: Engine, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
+    async def answer(
+        self, engine: Engine, prompt_tokens: Sequence[int], sampling: Sampling, images: ShownImages | None = None
+    ) -> Completion:
         """`generate` for an episode that is this one answer. It is continued if it was begun elsewhere, and can be
         continued elsewhere."""
-        response = Response(self._slots.prefixes.get(self._number, NO_TOKENS))
+        response = Response(self._slots.prefixes.get(self._number, NO_TOKENS), images)
         self._slots.responses[self._number] = response
         return await self.generate(engine, prompt_tokens, sampling, response)
 

@@ -15,7 +15,7 @@ from millrace.rewards.outcome import BadOutcome, separate_rewards
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
 from millrace.wire.arrays import pack_tokens
-from services.rollout.engine import Engine, Sampling
+from services.rollout.engine import Engine, Sampling, ShownImages
 from services.rollout.episode.episode import Episode, EpisodeFailed, Prompt
 from services.rollout.episode.slots import EpisodeSlot, Slots
 from services.rollout.scoring.scored import Answer, Scored
@@ -58,7 +58,12 @@ async def first_of(tasks: Sequence[asyncio.Task[Episode]], enough: int) -> Ended
 
 async def single_turn(engine: Engine, prompt: Prompt, sampling: Sampling, slot: EpisodeSlot) -> Episode:
     """The episode of a job without an environment: one answer to the prompt."""
-    return Episode.of(await slot.answer(engine, prompt.rendered.token_ids, sampling))
+    rendered = prompt.rendered
+    shown = ShownImages(rendered.images, rendered.short_ids) if rendered.images else None
+    try:
+        return Episode.of(await slot.answer(engine, rendered.token_ids, sampling, shown))
+    except BadRow as error:
+        raise EpisodeFailed(Drop(DropReason.BAD_PROMPT, str(error))) from error
 
 
 @dataclass(frozen=True)
@@ -197,6 +202,7 @@ class GroupGenerator:
             engine=self.engine.name,
             traceparent=lease.traceparent,
             issued_s=lease.issued_s,
+            images=prompt.row.images,
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from millrace.contracts.v1 import work_pb2
 from millrace.data.chat import render
+from millrace.data.pictures import Pictures, pictures_of
 from millrace.data.row import PromptRow
 from millrace.environments.built_in import BUILT_IN, VERIFIERS, OpenEnv, Verl, options_of
 from millrace.errors import BadRow, InvalidJob
@@ -39,6 +40,7 @@ class Job:
         scoring: ScoringPool,
         environments: Environments | None = None,
         chat: Chat | None = None,
+        pictures: Pictures | None = None,
         judges: Sequence[JudgeScorer] = (),
         pools: Mapping[str, PoolClient] | None = None,
     ) -> None:
@@ -55,6 +57,7 @@ class Job:
         self.environments = environments
         self.chat = chat
         self._tokenizer = tokenizer
+        self._pictures = pictures
 
     @classmethod
     async def open(cls, job_id: JobId, spec: JobSpec, coordinator: Peer) -> "Job":
@@ -65,6 +68,7 @@ class Job:
         pools = {pool.name: PoolClient(coordinator, job_id, pool) for pool in spec.pools}
         judges = [JudgeScorer(term, pools) for term in spec.reward.judge_terms]
         tokenizer = await asyncio.to_thread(_load_tokenizer, spec)
+        pictures = await asyncio.to_thread(pictures_of, spec.model.path, spec.data.images)
         terms = spec.reward.terms(procedural=bool(spec.data.procedural))
         scoring = ScoringPool.of_job(spec.reward, terms, spec.reward.workers)
         await scoring.start()
@@ -80,7 +84,7 @@ class Job:
             if environments is not None:
                 await environments.close()
             raise
-        return cls(job_id, spec, tokenizer, scoring, environments, chat, judges, pools)
+        return cls(job_id, spec, tokenizer, scoring, environments, chat, pictures, judges, pools)
 
     async def close(self) -> None:
         await self.scoring.close()
@@ -92,13 +96,15 @@ class Job:
             await self.environments.close()
 
     async def prompt(self, lease: work_pb2.Lease) -> Prompt:
-        """The lease's prompt as tokens. Raises BadRow if it does not go through the tokenizer or chat template."""
+        """The lease's prompt as tokens. Raises BadRow if it does not go through the tokenizer or chat template, or an
+        image cannot be used."""
         row = PromptRow(
             index=row_of(lease.prompt_id),
             data_source=lease.data_source,
             prompt=_decoded(lease.prompt, "prompt", lease),
             ground_truth=_decoded(lease.ground_truth, "ground_truth", lease),
             extra_info=_decoded(lease.extra_info, "extra_info", lease) or {},
+            images=tuple(lease.images),
         )
         return await asyncio.to_thread(self._render, row)
 
@@ -110,8 +116,9 @@ class Job:
             max_tokens=data.max_prompt_tokens,
             overlong=data.overlong_prompts,
             chat_template_options=data.chat_template_options,
+            pictures=self._pictures,
         )
-        return Prompt(row, rendered, str(self._tokenizer.decode(rendered.token_ids)))
+        return Prompt(row, rendered, str(self._tokenizer.decode(rendered.short_ids or rendered.token_ids)))
 
 
 def _chat(spec: JobSpec, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Chat | None:

@@ -51,6 +51,8 @@ class Sample:
     """Empty: one turn, which is the whole response."""
     teacher: TeacherScores | None = None
     """The teacher's scores of each sampled token, where the job has a teacher."""
+    images: tuple[bytes, ...] = ()
+    """Files of the prompt's images, in the order of their places."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -89,6 +91,8 @@ class MicroBatch:
     others_rk: Tensor | None = None
     """Further tokens to score in the place of each sampled token: the teacher's most likely ones, int64 [R, K]. None:
     there are none."""
+    images: tuple[tuple[bytes, ...], ...] = ()
+    """Files of the images of each sequence; empty where none has any."""
 
     @classmethod
     def pack(cls, samples: Sequence[Sample], rows: Sequence[int]) -> "MicroBatch":
@@ -99,7 +103,9 @@ class MicroBatch:
         lengths = tuple(len(sample.prompt) + len(sample.response) for sample in chosen) or (1,)
         sampled = tuple(sample.sampled_tokens for sample in chosen)
         places = _sampled(chosen, lengths)
-        return cls(tuple(rows), lengths, sampled, tokens_p, _experts(chosen), places, _others(chosen))
+        images = tuple(sample.images for sample in chosen)
+        shown = images if any(images) else ()
+        return cls(tuple(rows), lengths, sampled, tokens_p, _experts(chosen), places, _others(chosen), shown)
 
     def without_others(self) -> "MicroBatch":
         """The micro-batch of which only the sampled tokens are scored."""

@@ -85,7 +85,8 @@ def _sample(ref: TrajectoryRef, group: common_pb2.Group, reward_parts: Sequence[
         versions[span.start : span.end] = span.version
     if turns:
         versions = np.concatenate([versions[turn.start : turn.end] for turn in turns])
-    return Sample(ref.label, prompt, response, logprobs, reward, parts, greedy, group.engine, experts, versions, turns)
+    known = (experts, versions, turns, None, tuple(group.images))
+    return Sample(ref.label, prompt, response, logprobs, reward, parts, greedy, group.engine, *known)
 
 
 def _with_teacher_scores(ref: TrajectoryRef, group: common_pb2.Group, sample: Sample, top: int) -> Sample:

@@ -17,6 +17,7 @@ from services.rollout.engines.vllm import cpu_recurrence
 
 BY_TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 BY_PILLOW = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
+OF_PROMPTS = "transformers.models.qwen2_5_vl.processing_qwen2_5_vl"
 
 
 def install() -> None:
@@ -38,10 +39,26 @@ def install() -> None:
 
 
 def _read_images_without_torchvision() -> None:
-    """Puts transformers' processor of images by Pillow in the place of the one that needs torchvision, if that is not
-    installed: vLLM's module of Qwen3.5 imports it, also for the language model alone."""
+    """If torchvision is not installed: puts transformers' processor of images by Pillow in the place of the one that
+    needs it, which vLLM's module of Qwen3.5 imports also for the language model alone, and takes the processor of
+    videos, which needs it too, out of that of Qwen2.5-VL."""
     if find_spec("torchvision") is None and find_spec(BY_PILLOW) is not None:
         sys.modules.setdefault(BY_TORCHVISION, import_module(BY_PILLOW))
+        processor: Any = import_module(OF_PROMPTS).Qwen2_5_VLProcessor
+        processor.__init__ = _without_videos
+
+
+def _without_videos(
+    processor: Any, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **unused: Any
+) -> None:
+    """The constructor of Qwen2.5-VL's processor without a processor of videos. Its arguments are the parts that
+    transformers loads."""
+    processor.image_token, processor.video_token = "<|image_pad|>", "<|video_pad|>"
+    processor.image_token_id, processor.video_token_id = tokenizer.convert_tokens_to_ids(
+        [processor.image_token, processor.video_token]
+    )
+    super(type(processor), processor).__init__(image_processor, tokenizer, chat_template=chat_template)
+    processor.video_processor = image_processor  # vLLM reads the names of its options; prompts have no videos
 
 
 def experts_kernel() -> Any:

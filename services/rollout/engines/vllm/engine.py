@@ -19,7 +19,7 @@ import numpy as np
 import structlog
 
 from millrace.engines import ENGINES
-from millrace.errors import InvalidState, Unavailable
+from millrace.errors import BadRow, InvalidState, Unavailable
 from millrace.ids import Version
 from millrace.megatron.architectures import read_shape
 from millrace.spec import JobSpec
@@ -34,6 +34,7 @@ from services.rollout.engine import (
     Partial,
     Response,
     Sampling,
+    ShownImages,
     StopReason,
     VersionSpan,
     end_of_turn,
@@ -70,16 +71,21 @@ class VllmWorkers:
         """Where the workers are to connect: see `WorkerRpc.listen`."""
         return await self._rpc.listen(host)
 
-    async def connect(
-        self, llm: Any, place: str, adapter: AdapterShape | None, workers: int, within_s: float
-    ) -> list[list[str]]:
-        """Has every worker of `llm`, an AsyncLLM, connect and make a place for `adapter`. Answers, for each worker, the
-        names of the layers whose adapter has no place there. Raises Unavailable if one does not connect in time."""
+    def use(self, llm: Any) -> None:
+        """The workers are those of `llm`, an AsyncLLM."""
         self._llm = llm
+
+    async def connect(self, place: str, adapter: AdapterShape | None, workers: int, within_s: float) -> list[list[str]]:
+        """Has every worker connect and make a place for `adapter`. Answers, for each worker, the
+        names of the layers whose adapter has no place there. Raises Unavailable if one does not connect in time."""
         shape = "" if adapter is None else adapter.encode()
         unplaced = await self._between_batches("millrace_connect", (place, shape), "connect")
         await self._rpc.wait_for_workers(workers, within_s)
         return unplaced
+
+    async def load_tower(self, folder: str) -> None:
+        """Every worker reads the tower of images, which no publication brings, from the model folder."""
+        await self._between_batches("millrace_load_tower", (folder,), "load_tower")
 
     async def ask(
         self, method: Callable[[Any, *Arguments], Answer], *arguments: *Arguments, paused: bool = False
@@ -148,13 +154,16 @@ class VllmEngine(VersionedEngine):
         self._others = before_start()
         place = await self._workers.listen(host_address() if self._nodes is not None else "")
         self._llm = await self._built(spec, place)
+        self._workers.use(self._llm)
         config = self._llm.vllm_config
         cache = config.cache_config
         tokens, longest = (cache.num_gpu_blocks or 0) * cache.block_size, config.model_config.max_model_len
         self.capacity = samples_that_fit(config.scheduler_config.max_num_seqs, tokens, longest)
         self.world_size = config.parallel_config.world_size
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
-        unplaced = await self._workers.connect(self._llm, place, self._adapter, self.world_size, CONNECT_S)
+        if spec.data.images is not None:
+            await self._workers.load_tower(spec.model.path)
+        unplaced = await self._workers.connect(place, self._adapter, self.world_size, CONNECT_S)
         if self._adapter is not None:
             check_placed(self._adapter, SOFTWARE.title, unplaced)
 
@@ -235,6 +244,8 @@ class VllmEngine(VersionedEngine):
             # This request must not reuse cache blocks of an older version.
             "cache_salt": self._cache_key,
         }
+        if response.images is not None:
+            prompt = await self._with_images(prompt, response.images, prefix)
         asked = parameters(sampling, self._end_of_turn, carried=len(prefix))
         self._running.add(request_id)
         if self._marks is not None:
@@ -253,6 +264,24 @@ class VllmEngine(VersionedEngine):
             self._running.discard(request_id)
             if self._marks is not None:
                 self._marks.forget(request_id)
+
+    async def _with_images(self, prompt: dict[str, Any], shown: ShownImages, prefix: Partial) -> Any:
+        """What vLLM makes of a prompt with images. Raises BadRow if it sees other tokens in it than those of
+        `prompt`, which are trained."""
+        short = {
+            "prompt_token_ids": [*shown.prompt_tokens, *prefix.tokens.tolist()],
+            "multi_modal_data": {"image": list(shown.images)},
+            "cache_salt": prompt["cache_salt"],
+        }
+        try:
+            (made,) = await self._llm.renderer.render_cmpl_async([short])
+        except (ValueError, RuntimeError) as error:
+            raise BadRow(f"vLLM refuses the prompt's images: {error}.", "correct the row's images.") from error
+        if list(made["prompt_token_ids"]) != prompt["prompt_token_ids"]:
+            what = f"vLLM makes {len(made['prompt_token_ids'])} tokens of the prompt and its images, "
+            what += f"the processor of the model's folder {len(prompt['prompt_token_ids'])}."
+            raise BadRow(what, "correct the row's texts: a special token of images in them has this effect.")
+        return made
 
     async def _last_output(self, request_id: str, asking: Any, search: StopSearch) -> tuple[Any, Spans]:
         """The last output of a request. It is aborted once `search` finds a stop string; with the versions up to there,

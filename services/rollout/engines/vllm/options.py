@@ -63,6 +63,12 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: 
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "max_num_seqs": 64}
         if has_latents(spec.model.path):
             arguments |= ON_LATENTS
+    if spec.data.images is not None:
+        arguments["limit_mm_per_prompt"] = {"image": spec.data.images.max_per_prompt, "video": 0}
+        # Both ends of this cache have to see the same requests in the same order, which publications would upset.
+        arguments["mm_processor_cache_gb"] = 0
+        # Otherwise vLLM normalises pixels by figures of its own where the folder's file has none.
+        arguments |= {name: False for name in ("mm_device_do_normalize",) if name in known}
     if spec.algorithm.router_replay:
         if current_platform.is_cpu():
             reason = "vLLM's CPU build does not report the experts of a token"

@@ -1,11 +1,12 @@
 """The part of a replica that runs inside each of vLLM's worker processes."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.rollout.engines.adapter import AdapterShape
 from services.rollout.engines.vllm.adapter import AdapterSlot
-from services.rollout.weights.in_worker.model import EngineModel, without_adapters
+from services.rollout.weights.in_worker.model import TOWER, EngineModel, without_adapters
 from services.rollout.weights.in_worker.receiver import WeightReceiver
 from services.rollout.weights.worker_messages import Introduction, carry_out, decode_request, encode
 from services.rollout.weights.worker_rpc import WorkerRpcServer
@@ -44,6 +45,19 @@ class WorkerExtension:
         )
         model.adapter = AdapterSlot(self.model_runner.lora_manager, shape, self.model_config.dtype)
         return model
+
+    def millrace_load_tower(self, folder: str) -> None:
+        """Reads the tower of images of the model `folder` into the model. Raises FileNotFoundError if the folder lacks
+        a tensor of it."""
+        from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
+
+        model = self.get_model()
+        files = sorted(str(file) for file in Path(folder).glob("*.safetensors"))
+        stored = safetensors_weights_iterator(files, use_tqdm_on_load=False)
+        loaded = model.load_weights((name, tensor) for name, tensor in stored if TOWER in name)
+        wanted = {name for name, _ in model.named_parameters() if TOWER in name}
+        if missing := sorted(wanted - set(loaded)):
+            raise FileNotFoundError(f"{folder} lacks {len(missing)} tensors of its tower, the first {missing[0]}")
 
     def millrace_call(self, request: bytes) -> bytes:
         """Carries out a request in the thread that generates."""

@@ -30,6 +30,8 @@ def without_adapters(module: Any, wrapper: type[Any]) -> Any:
 
 
 NAMES = ("W_UK_T", "W_UV", "W_UK_T_dcp_qrep")
+TOWER = "visual."
+"""How the names of a tower's parameters begin: it is not trained, and no publication brings it."""
 
 
 class DerivedTensors:
@@ -138,7 +140,8 @@ class EngineModel:
     @cached_property
     def loaded(self) -> Mapping[str, torch.Tensor]:
         """See `WorkerModel`."""
-        return {name: tensor for name, tensor in self._own.items() if name not in self._derived.names}
+        others = self._derived.names
+        return {n: tensor for n, tensor in self._own.items() if n not in others and not n.startswith(TOWER)}
 
     @cached_property
     def padded(self) -> frozenset[str]:

@@ -16,6 +16,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from millrace.backends import FIELD
 from millrace.backends.fsdp2 import Fsdp2Options, parse
+from millrace.data.pictures import Pictures
 from millrace.errors import InvalidJob, refused
 from millrace.fsdp2.sequence_parallel import check_role
 from millrace.memory.ledger import Part
@@ -36,6 +37,7 @@ from services.trainer.backends.fsdp2.published.parts import parts
 from services.trainer.backends.fsdp2.published.shards import export, manifest
 from services.trainer.backends.fsdp2.sequence_parallel import RankTokens, SequenceGroup, divide_ranks, group_of_role
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel, reset_sharding
+from services.trainer.backends.fsdp2.tower import Tower
 from services.trainer.backends.head import WantedTokens
 from services.trainer.protocol.backend import LossFn, Output, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
@@ -96,6 +98,11 @@ class Fsdp2Backend(ShardedModel):
         self._dropout = False
         model: Any = self._policy(spec, config, sharding, options)
         self._recurrent = bool(recurrent.layers(model))
+        self._tower: Tower | None = None
+        if spec.data.images is not None:
+            with collectives.fail_together():
+                pictures = Pictures.of_folder(spec.model.path)
+                self._tower = Tower(spec.model, config, pictures, compute, device)
         if spec.trainer.activation_recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._shards: dict[str, Memory | None] = {}
@@ -235,7 +242,8 @@ class Fsdp2Backend(ShardedModel):
         return head.agrees(scores_2r, expected_2r[0])
 
     def _inputs(self, tokens: RankTokens) -> dict[str, Any]:
-        return attention.model_inputs(self._attention, tokens, self.device, recurrent=self._recurrent)
+        inputs = attention.model_inputs(self._attention, tokens, self.device, recurrent=self._recurrent)
+        return inputs if self._tower is None else {**inputs, **self._tower.inputs(tokens.whole)}
 
     def manifest(self, dtype: str) -> Manifest:
         return manifest(self._model, dtype)

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from millrace.spec.lora import Lora
 from millrace.spec.model import Model
@@ -17,6 +17,7 @@ from services.trainer.backends.fsdp2.loading.boxes import LocalPart
 from services.trainer.backends.fsdp2.loading.folder import ModelFolder
 from services.trainer.backends.fsdp2.model import FIELD as MODEL_FIELD
 from services.trainer.backends.fsdp2.model import Sharding, build_unfilled, shard_model
+from services.trainer.backends.fsdp2.tower import loader_of
 from services.trainer.backends.lora import first_a, stored_values, target_names
 from services.trainer.protocol.adapter import LORA_A, MAGNITUDE, is_adapter, stored_name
 
@@ -83,13 +84,13 @@ def policy(model: Model, config: Any, adapter: LoraConfig, sharding: Sharding, s
     assert lora is not None
 
     def build() -> PreTrainedModel:
-        module = build_unfilled(AutoModelForCausalLM, model, config, sharding, dtype=sharding.compute)
+        module = build_unfilled(loader_of(config), model, config, sharding, dtype=sharding.compute)
         inject(module, adapter, lora)
         return module
 
     return shard_model(
         build,
-        ModelFolder(AutoModelForCausalLM, model, config, sharding.compute, MODEL_FIELD),
+        ModelFolder(loader_of(config), model, config, sharding.compute, MODEL_FIELD),
         sharding,
         fill_rest=lambda module: fill_adapters(module, lora, seed),
     )

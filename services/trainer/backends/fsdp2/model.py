@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from millrace.data import quantization
 from millrace.errors import InvalidJob
@@ -20,6 +20,7 @@ from services.trainer.backends.fsdp2.computable import check_computable, named
 from services.trainer.backends.fsdp2.loading.folder import FIX, ModelFolder
 from services.trainer.backends.fsdp2.noise import set_noise
 from services.trainer.backends.fsdp2.sequence_parallel import SequenceGroup
+from services.trainer.backends.fsdp2.tower import loader_of, without_tower
 from services.trainer.ranks import collectives
 
 FIELD = "model.path"
@@ -75,9 +76,9 @@ def policy(model: Model, config: Any, sharding: Sharding, *, dtype: torch.dtype)
     """The language model with parameters of `dtype`, sharded and loaded. Raises InvalidJob."""
 
     def build() -> PreTrainedModel:
-        return build_unfilled(AutoModelForCausalLM, model, config, sharding, dtype=dtype)
+        return build_unfilled(loader_of(config), model, config, sharding, dtype=dtype)
 
-    return shard_model(build, ModelFolder(AutoModelForCausalLM, model, config, dtype, FIELD), sharding)
+    return shard_model(build, ModelFolder(loader_of(config), model, config, dtype, FIELD), sharding)
 
 
 def build_unfilled(
@@ -96,6 +97,7 @@ def build_unfilled(
         how = named(sharding.attention)
         fix = "choose another architecture, or another trainer.backend_options.attention."
         raise InvalidJob(f"{field}: {model.path} cannot be built with {how} attention: {error}", fix) from error
+    without_tower(module)
     check_computable(module, sharding.attention, model.path, field)
     recurrent.check_kernels(module, sharding.mesh.device_type, model.path, field)
     recurrent.install(module)

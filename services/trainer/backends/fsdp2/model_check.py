@@ -6,7 +6,6 @@ models from their configs without memory for weights, and prints `{"mistakes": [
 
 import json
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 from millrace.backends.fsdp2 import parse
 from millrace.errors import InvalidJob, Mistake
@@ -27,6 +26,7 @@ from services.trainer.backends.fsdp2.layer_choice import choose_layers
 from services.trainer.backends.fsdp2.loading.boxes import check_whole_folder
 from services.trainer.backends.fsdp2.model import FIELD, load_config
 from services.trainer.backends.fsdp2.proof.implementations import FLASH
+from services.trainer.backends.fsdp2.tower import loader_of, without_tower
 from services.trainer.checkpoints.model_files import CRITIC_FIELD, ModelFiles, readable, stored_head
 
 NAMES = {
@@ -54,7 +54,7 @@ def check(spec: JobSpec) -> None:
 
 
 def _check_policy(spec: JobSpec) -> None:
-    module = _checked(spec, spec.model, AutoModelForCausalLM.from_config, FIELD)
+    module = _checked(spec, spec.model, None, FIELD)
     if spec.model.lora is not None:
         choose_layers(module, spec.model.lora)
 
@@ -66,13 +66,14 @@ def _check_critic(spec: JobSpec) -> None:
     if critic.path is not None:
         source = source.model_copy(update={"path": critic.path, "weights": None})
     as_critic = spec.model_copy(update={"trainer": spec.trainer.of("critic")})
-    module = _checked(as_critic, source, AutoModel.from_config, CRITIC_FIELD)
+    module = _checked(as_critic, source, AutoModel, CRITIC_FIELD)
     with suppress(OSError, SafetensorError):
         stored_head(Path(source.path), module.config.get_text_config().hidden_size)
 
 
-def _checked(spec: JobSpec, model: Model, build: Callable[..., Any], field: str) -> PreTrainedModel:
-    """The model that `field` names, without memory for its weights. Raises InvalidJob."""
+def _checked(spec: JobSpec, model: Model, loader: Any, field: str) -> PreTrainedModel:
+    """The model that `field` names, without memory for its weights, as transformers' `loader` builds it (None: that of
+    a language model). Raises InvalidJob."""
     config = load_config(model, field)
     options = parse(spec.trainer.backend_options)
     check_config(spec, options, config, model.path, field)
@@ -81,7 +82,8 @@ def _checked(spec: JobSpec, model: Model, build: Callable[..., Any], field: str)
         asked = "varlen"  # flash-attn is not divided over ranks
     try:
         with torch.device("meta"):
-            module: PreTrainedModel = build(config, trust_remote_code=model.trust_remote_code)
+            built = (loader or loader_of(config)).from_config(config, trust_remote_code=model.trust_remote_code)
+            module: PreTrainedModel = without_tower(built)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
         what = f"{field}: {model.path} cannot be built as a language model: {reason}"

@@ -6,12 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from millrace.checkpoints.index import Located, Part
+from millrace.data.pictures import MODELS
 from millrace.weights.loader.stored import stored_tensors, views
 from millrace.weights.plans.views import viewed_box
 from services.trainer.checkpoints.foreign.writing import Form, Target
@@ -20,10 +22,11 @@ from services.trainer.checkpoints.foreign.writing import Form, Target
 def empty_module(folder: Path, trust: bool = False) -> nn.Module | None:
     """The model without memory for its parameters; None for a class that only Megatron trains."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
-    if type(config) not in AutoModelForCausalLM._model_mapping and not trust:
+    loader: Any = AutoModelForImageTextToText if config.model_type in MODELS else AutoModelForCausalLM
+    if type(config) not in loader._model_mapping and not trust:
         return None
     with torch.device("meta"):
-        module: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+        module: nn.Module = loader.from_config(config, trust_remote_code=trust)
     return module
 
 

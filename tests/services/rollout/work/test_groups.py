@@ -5,9 +5,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from millrace.data.chat import Rendered
+from millrace.data.row import PromptRow
 from millrace.drops import Drop, DropReason
-from services.rollout.episode.episode import Episode, EpisodeFailed
-from services.rollout.work.groups import Ended, first_of
+from millrace.errors import BadRow
+from services.rollout.engine import Response, Sampling
+from services.rollout.episode.episode import Episode, EpisodeFailed, Prompt
+from services.rollout.episode.slots import Slots
+from services.rollout.work.groups import Ended, first_of, single_turn
 
 FAILURE = Drop(DropReason.ENVIRONMENT_FAILED, "step: raised ValueError")
 Play = Callable[[asyncio.Event], Awaitable[Episode]]
@@ -84,3 +89,23 @@ def test_a_bug_is_no_failed_episode() -> None:
         await asyncio.wait(tasks)
 
     asyncio.run(scenario())
+
+
+def test_images_that_the_engine_refuses_cost_their_prompt() -> None:
+    """With the images goes the prompt with one token for each."""
+
+    class Refusing:
+        async def generate(self, tokens: list[int], sampling: Sampling, response: Response) -> None:
+            assert response.images is not None
+            raise BadRow(f"{tokens} {response.images.prompt_tokens} {response.images.images}.", "another image.")
+
+    prompt = Prompt(PromptRow(0, "d", []), Rendered([1, 7, 7, 2], images=("picture",), short_ids=(1, 7, 2)), "")
+
+    async def scenario() -> None:
+        with Slots(1).episode() as slot:
+            await single_turn(Refusing(), prompt, Sampling(3), slot)  # type: ignore[arg-type]
+
+    with pytest.raises(EpisodeFailed) as failed:
+        asyncio.run(scenario())
+    assert failed.value.drop.reason is DropReason.BAD_PROMPT
+    assert "[1, 7, 7, 2] (1, 7, 2) ('picture',)" in failed.value.drop.detail

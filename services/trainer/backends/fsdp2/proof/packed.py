@@ -16,6 +16,7 @@ from services.trainer.backends.fsdp2.noise import JITTER, set_noise
 from services.trainer.backends.fsdp2.proof.implementations import INPUTS, PROVED, BordersLost, left_out
 from services.trainer.backends.fsdp2.proof.tiny import VOCABULARY, tiny
 from services.trainer.backends.fsdp2.sequence_parallel import SequenceGroup
+from services.trainer.backends.fsdp2.tower import without_tower
 from services.trainer.protocol.microbatch import MicroBatch
 
 LENGTHS = (9, 37, 5, 13)
@@ -142,7 +143,7 @@ def build(kind: type[PreTrainedModel], config: PreTrainedConfig, implementation:
     """The model in float32 with this attention implementation."""
     own = copy.deepcopy(config)  # the model writes the implementation there
     model: PreTrainedModel = kind._from_config(own, attn_implementation=implementation, dtype=torch.float32)
-    return model
+    return without_tower(model)
 
 
 @torch.no_grad()

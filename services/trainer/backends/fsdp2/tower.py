@@ -1,0 +1,135 @@
+"""Models with a tower for images: the language model is sharded and trained, the tower frozen and whole on each rank.
+
+The language model is built without its tower, so that optimizer, publications and checkpoints have its tensors alone.
+Ranks and sequences without images call nothing more than others: what the tower makes of a micro-batch's images is put
+in the place of embeddings, inside the language model's forward pass.
+"""
+
+import copy
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from millrace.data.pictures import MODELS, Pictures
+from millrace.errors import InvalidState
+from millrace.spec.model import Model
+from services.trainer.checkpoints.model_files import ModelFiles
+from services.trainer.protocol.microbatch import MicroBatch
+
+NAME = "visual"
+"""The tower's name in the model without its head."""
+PREFIXES = (f"{NAME}.", f"model.{NAME}.")
+"""How the names of its tensors begin in model folders."""
+MOST_KEPT = 256 << 20
+"""Bytes of features of images that are kept: passes and samples of a step have the same ones."""
+IMAGES = "image_features"
+"""Keyword of the language model's forward pass."""
+
+
+def loader_of(config: Any) -> Any:
+    """transformers' loader of the language model with this config."""
+    return AutoModelForImageTextToText if config.model_type in MODELS else AutoModelForCausalLM
+
+
+def without_tower(module: PreTrainedModel) -> PreTrainedModel:
+    """The module without its tower for images, if it has one. Its language model takes the keyword of `Tower.inputs`,
+    and a folder's tensors of the tower are not missed in it."""
+    inner: Any = module.base_model
+    if module.config.model_type not in MODELS or not hasattr(inner, NAME):
+        return module
+    delattr(inner, NAME)
+    ignored = {rf"^(model\.)?{NAME}\."} | set(module._keys_to_ignore_on_load_unexpected or ())
+    module._keys_to_ignore_on_load_unexpected = ignored
+    inner.language_model.register_forward_pre_hook(_put, with_kwargs=True)
+    return module
+
+
+def _put(module: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Puts features in the places of embeddings."""
+    if (shown := named.pop(IMAGES, None)) is not None:
+        places_n, features_nh = shown
+        whole = named["inputs_embeds"]
+        named["inputs_embeds"] = whole.index_copy(1, places_n, features_nh[None].to(whole.dtype))
+    return arguments, named
+
+
+class Tower:
+    """The tower of a model folder, frozen."""
+
+    def __init__(self, model: Model, config: Any, pictures: Pictures, dtype: torch.dtype, device: torch.device) -> None:
+        """Reads its tensors. Raises InvalidState where the folder lacks one."""
+        self._pictures, self._device, self._dtype = pictures, device, dtype
+        with torch.device("meta"):
+            whole: Any = AutoModelForImageTextToText.from_config(config, trust_remote_code=model.trust_remote_code)
+        self._rope_index = whole.base_model.get_rope_index
+        kind = type(getattr(whole.base_model, NAME))
+        with torch.device(device), torch.random.fork_rng([]):
+            self._module: PreTrainedModel = kind._from_config(
+                copy.deepcopy(config.vision_config), attn_implementation="sdpa", dtype=dtype
+            )
+        self._module.requires_grad_(False).eval()
+        with (
+            ModelFiles(Path(model.path), None if model.weights is None else Path(model.weights)) as files,
+            torch.no_grad(),
+        ):
+            for name, parameter in self._module.named_parameters():
+                stored = next((prefix + name for prefix in PREFIXES if files.has(prefix + name)), None)
+                if stored is None:
+                    what = f"model.path: {model.path} lacks {PREFIXES[0]}{name}, a tensor of its tower for images."
+                    raise InvalidState(what, "give a folder whose safetensors hold the whole model.")
+                parameter.copy_(files.whole(stored))
+        self._kept: OrderedDict[bytes, tuple[Tensor, Tensor]] = OrderedDict()
+
+    @torch.no_grad()
+    def _features(self, file: bytes) -> tuple[Tensor, Tensor]:
+        """Features of an image, [tokens, H], and its grid, int64 [1, 3]."""
+        key = hashlib.sha256(file).digest()
+        if key not in self._kept:
+            patches, grid = self._pictures.pixels(self._pictures.opened([file]))
+            grid = grid.to(self._device)
+            made: Any = self._module(patches.to(self._device, self._dtype), grid_thw=grid)
+            self._kept[key] = made.pooler_output, grid
+            while sum(kept.nbytes for kept, _ in self._kept.values()) > MOST_KEPT and len(self._kept) > 1:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def inputs(self, batch: MicroBatch) -> dict[str, Any]:
+        """Arguments of the language model's forward pass for a micro-batch: the features of its images with their
+        places, and positions [4, 1, P]: in each sequence, and by time, height and width. None where no sequence has
+        images. Raises InvalidState for a sequence with fewer places than its images need."""
+        if not batch.images:
+            return {}
+        places, features, positions = list[Tensor](), list[Tensor](), list[Tensor]()
+        for number, tokens_t in enumerate(batch.tokens_p.split(list(batch.lengths))):
+            files = batch.images[number] if number < len(batch.images) else ()
+            own = [self._features(file) for file in files]
+            kinds_t = torch.zeros_like(tokens_t)
+            if own:
+                of_images = torch.cat([each for each, _ in own])
+                # A sampled token that stands for an image is text: those of images come before it.
+                at = (tokens_t == self._pictures.token).nonzero().squeeze(1)[: len(of_images)]
+                if len(at) < len(of_images):
+                    what = f"a sequence has {len(at)} tokens of images, and its images make {len(of_images)}."
+                    raise InvalidState(what, "use the same processor files on replicas and trainer.")
+                kinds_t[at] = 1
+                places.append(at + int(batch.starts[number]))
+                features.append(of_images)
+            positions.append(self._positions(tokens_t, kinds_t, [grid for _, grid in own]))
+        shown = torch.cat(places).to(self._device), torch.cat(features)
+        return {IMAGES: shown, "position_ids": torch.cat(positions, 1)[:, None].to(self._device)}
+
+    def _positions(self, tokens_t: Tensor, kinds_t: Tensor, grids: Sequence[Tensor]) -> Tensor:
+        """Positions of a sequence, int64 [4, T]."""
+        text_t = torch.arange(len(tokens_t))
+        if not grids:
+            return text_t.expand(4, -1)
+        whole = torch.cat(list(grids)).cpu()
+        by_axis, _ = self._rope_index(tokens_t[None], mm_token_type_ids=kinds_t[None], image_grid_thw=whole)
+        return torch.cat([text_t[None], by_axis[:, 0]])

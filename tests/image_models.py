@@ -1,0 +1,118 @@
+"""Tiny random Qwen2.5-VL models with a tower for images, their processor, and small pictures."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from tests.models import byte_tokenizer
+
+SPECIALS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+START, END, PAD, VIDEO = range(259, 263)
+"""Ids of these tokens, after those of `byte_tokenizer`."""
+SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
+    "{% if c.type == 'image' %}" + SHOWN + "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "min_pixels": 56 * 56,
+    "max_pixels": 28 * 28 * 24,
+}
+TEXT: dict[str, Any] = {
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 256,
+    "eos_token_id": 258,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+}
+TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [1],
+}
+
+
+@torch.no_grad()
+def save_image_model(folder: Path, seed: int = 0, tower_seed: int = 0) -> Path:
+    """Random values in all tensors, those of the tower by `tower_seed`; large enough that a token notices those before
+    it and what an image shows."""
+    config = Qwen2_5_VLConfig(
+        text_config=TEXT,
+        vision_config=TOWER,
+        image_token_id=PAD,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng([]):
+        model = Qwen2_5_VLForConditionalGeneration(config)
+        for part, own in ((model.model.visual, tower_seed), (model.model.language_model, seed), (model.lm_head, seed)):
+            torch.manual_seed(own)
+            for parameter in part.parameters():
+                if parameter.dim() >= 2:
+                    parameter.normal_(0, 1.2 * parameter[0].numel() ** -0.5)
+                else:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    tokenizer = byte_tokenizer(TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *SPECIALS]})
+    assert tokenizer.convert_tokens_to_ids(SPECIALS[2]) == PAD
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def picture(seed: int, width: int, height: int, kind: str = "PNG") -> bytes:
+    """The file of a picture of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind)
+    return file.getvalue()
+
+
+def opened_model(folder: Path) -> Any:
+    """The model of a folder in transformers, float32."""
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def scores_alone(model: Any, folder: Path, tokens: list[int], files: tuple[bytes, ...], prompt: int) -> torch.Tensor:
+    """Log-probability of each token after the first `prompt`, by one pass of transformers over the sequence alone,
+    with its own processor and its own positions. `tokens` are those that the model sees."""
+    from transformers import AutoImageProcessor
+
+    ids = torch.tensor([tokens])
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    if files:
+        images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
+        inputs |= AutoImageProcessor.from_pretrained(folder)(images=images, return_tensors="pt")
+        kinds = (ids == PAD).int()
+        kinds[:, prompt:] = 0
+        inputs["mm_token_type_ids"] = kinds
+    scores = model(**inputs).logits[0].float().log_softmax(-1)
+    return scores[:-1].gather(1, ids[0, 1:, None])[prompt - 1 :, 0]

@@ -1,0 +1,123 @@
+"""vLLM with prompts that have images: each token has the log-probability that transformers computes under the version
+that made it, before, during and after publications of the language model."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from millrace.data.pictures import Pictures
+from millrace.errors import BadRow, InvalidJob
+from millrace.weights.loader.stored import pieces, stored_tensors
+from services.rollout.engine import Completion, Response, Sampling, ShownImages
+from services.rollout.engines.vllm import options as vllm_options
+from services.rollout.replica import check_images
+from tests.image_models import END, PAD, START, opened_model, picture, save_image_model, scores_alone
+from tests.sender import Sender
+from tests.services.rollout.conftest import Run
+from tests.services.rollout.engines.test_hybrid import publish_shards, receive, started
+from tests.services.rollout.jobs import job_spec
+
+pytestmark = pytest.mark.slow
+IMAGE = [START, PAD, END]
+CLOSE = 1e-3
+PROMPTS: tuple[tuple[list[int], tuple[tuple[int, int], ...]], ...] = (
+    ([*IMAGE, 5, 6, 7], ((90, 130),)),  # first
+    ([1, 2, 3, *IMAGE], ((170, 60),)),  # last
+    ([9, 8, 7, 6], ()),  # none
+    ([4, *IMAGE, *IMAGE, 11, *IMAGE], ((60, 60), (200, 120), (60, 60))),  # adjacent, one of them twice
+    ([*IMAGE, 5, 6, 7], ((90, 131),)),  # the same tokens as the first, another picture
+)
+"""Tokens with one for each image; width and height of each image."""
+
+
+class Asked:
+    """The prompts of the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pictures = Pictures.of_folder(str(folder))
+        self.files = [tuple(picture(w * h, w, h) for w, h in sizes) for _, sizes in PROMPTS]
+        self.images = [self.pictures.opened(files) for files in self.files]
+        pairs = zip(PROMPTS, self.images, strict=True)
+        self.prompts = [self.pictures.expanded(short, images) for (short, _), images in pairs]
+
+    async def answers(self, engine: Any, tokens: int) -> list[Completion]:
+        return list(await asyncio.gather(*(self.answer(engine, row, tokens) for row in range(len(PROMPTS)))))
+
+    async def answer(self, engine: Any, row: int, tokens: int) -> Completion:
+        shown = ShownImages(self.images[row], PROMPTS[row][0]) if self.images[row] else None
+        completion: Completion = await engine.generate(
+            self.prompts[row], Sampling(tokens), Response(images=shown) if shown else None
+        )
+        return completion
+
+
+def language_model(model: Any) -> dict[str, torch.Tensor]:
+    """What the trainer publishes: no tensor of the tower."""
+    whole = [(name, tensor) for name, tensor in stored_tensors(model) if ".visual." not in name]
+    return {piece: t.detach().contiguous() for name, each in whole for piece, t in pieces(model, name, each).items()}
+
+
+def check(asked: Asked, folder: Path, answers: list[Completion], models: list[Any]) -> None:
+    for row, answer in enumerate(answers):
+        tokens = [*asked.prompts[row], *answer.tokens.tolist()]
+        with torch.no_grad():
+            expected = np.stack(
+                [
+                    np.zeros(len(answer.tokens))
+                    if PAD in answer.tokens
+                    else scores_alone(model, folder, tokens, asked.files[row], len(asked.prompts[row])).numpy()
+                    for model in models
+                ]
+            )
+        if PAD in answer.tokens:  # transformers would take it for a place
+            continue
+        versions = np.concatenate([np.full(span.end - span.start, int(span.version)) for span in answer.versions])
+        apart = np.abs(answer.logprobs - expected[versions - 1, np.arange(len(versions))])
+        assert apart.max() < CLOSE, (row, versions.tolist(), apart.tolist())
+
+
+@pytest.mark.parametrize("policy", ["recompute", pytest.param("keep", marks=pytest.mark.matrix)])
+def test_tokens_are_of_the_images_and_of_their_version(policy: str, run: Run, tmp_path: Path) -> None:
+    folder = save_image_model(tmp_path / "0")
+    models = [opened_model(folder), opened_model(save_image_model(tmp_path / "1", seed=1))]
+    asked = Asked(folder)
+    spec = job_spec(folder, "vllm", data={"images": {"max_per_prompt": 3}, "max_prompt_tokens": 400})
+
+    async def scenario(engine: Any) -> None:
+        await publish_shards(engine, language_model(models[0]), 1)
+        for _ in range(2):  # the second time prompts are cached
+            check(asked, folder, await asked.answers(engine, 20), models)
+        going = [asyncio.create_task(asked.answer(engine, row, 150)) for row in range(len(PROMPTS))]
+        async with asyncio.timeout(120):
+            while engine.load().running < len(going):  # noqa: ASYNC110 - the engine tells nobody
+                await asyncio.sleep(0.01)
+        await receive(engine, Sender(language_model(models[1]), version=2, receivers=engine.world_size), policy)
+        crossing = [await each for each in going]
+        if policy == "recompute":
+            check(asked, folder, crossing, models)
+        for _ in range(2):
+            check(asked, folder, await asked.answers(engine, 20), models)
+        with pytest.raises(BadRow, match="vLLM makes"):
+            wrong = Response(images=ShownImages(asked.images[0], PROMPTS[0][0]))
+            await engine.generate([*asked.prompts[0], PAD], Sampling(3), wrong)
+
+    started(run, spec, scenario)
+
+
+def test_the_engine_is_prepared_for_as_many_images(tmp_path: Path) -> None:
+    folder = save_image_model(tmp_path / "0")
+    spec = job_spec(folder, "vllm", data={"images": {"max_per_prompt": 3}, "max_prompt_tokens": 400})
+    arguments = vllm_options.engine_arguments(spec)
+    assert arguments.limit_mm_per_prompt["image"] == 3
+
+
+def test_replicas_with_other_engines_refuse_the_job(tmp_path: Path) -> None:
+    spec = job_spec(save_image_model(tmp_path / "0"), "transformers", data={"files": ["rows.jsonl"], "images": {}})
+    check_images(spec, "vllm")
+    for engine in ("transformers", "sglang"):
+        with pytest.raises(InvalidJob, match=rf"data.images: .*the engine of this replica is {engine}"):
+            check_images(spec, engine)

@@ -1,0 +1,148 @@
+"""Prompts with images: packed and sharded, log-probabilities and gradients are what transformers computes alone."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from millrace.data.pictures import Pictures
+from millrace.errors import InvalidJob, InvalidState
+from services.trainer.backends import build
+from services.trainer.backends.fsdp2 import model_check
+from services.trainer.protocol.microbatch import MicroBatch, Sample
+from tests.forked import CONTEXT
+from tests.image_models import END, PAD, START, opened_model, picture, save_image_model, scores_alone
+from tests.services.trainer.backends.fsdp2.test_recurrent import check_gradients, one_pass
+from tests.services.trainer.groups import job_spec
+
+CLOSE = 1e-4
+IMAGE = [START, PAD, END]
+DATA = {"files": ["/rows.jsonl"], "procedural": None, "images": {"max_per_prompt": 4}, "max_prompt_tokens": 512}
+TRAINER = {"token_budget": 2048}
+PROMPTS: tuple[tuple[list[int], tuple[tuple[int, int], ...]], ...] = (
+    ([*IMAGE, 5, 6, 7], ((90, 130),)),  # first
+    ([1, 2, 3, *IMAGE], ((170, 60),)),  # last
+    ([9, 8, 7, 6], ()),  # none
+    ([4, *IMAGE, *IMAGE, 11, *IMAGE], ((60, 60), (200, 120), (60, 60))),  # adjacent, one of them twice
+)
+"""Short tokens, and width and height of each image."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_image_model(tmp_path_factory.mktemp("images") / "model")
+
+
+def drawn(folder: Path) -> list[Sample]:
+    random, pictures, made = np.random.default_rng(2), Pictures.of_folder(str(folder)), []
+    for number, (short, sizes) in enumerate(PROMPTS):
+        files = tuple(picture(10 * number + width, width, height) for width, height in sizes)
+        prompt = pictures.expanded(short, pictures.opened(files))
+        response = random.integers(0, 250, 7 + 5 * number)
+        if number == 1:
+            response[2] = PAD  # the policy may sample the token: then it is text
+        scores = np.zeros(len(response), np.float32)
+        sample = Sample(f"sample {number}", np.array(prompt, np.int32), response.astype(np.int32), scores, 0.0)
+        made.append(Sample(**{**vars(sample), "images": files}))
+    return made
+
+
+def alone(folder: Path, samples: list[Sample]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    model = opened_model(folder)
+    found = []
+    for sample in samples:
+        tokens = [*sample.prompt.tolist(), *sample.response.tolist()]
+        if sample.label == "sample 1":
+            # transformers takes every token of images for a place: the sampled one is given as its embedding.
+            found.append(with_sampled_pad(model, folder, sample))
+        else:
+            found.append(scores_alone(model, folder, tokens, sample.images, len(sample.prompt)))
+    (-torch.cat(found).sum() / 50).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None and ".visual." not in n}
+    return [each.detach() for each in found], gradients
+
+
+def with_sampled_pad(model: Any, folder: Path, sample: Sample) -> torch.Tensor:
+    """By embeddings: those of text from the table, those of the image from the tower."""
+    pictures = Pictures.of_folder(str(folder))
+    ids = torch.tensor([[*sample.prompt.tolist(), *sample.response.tolist()]])
+    kinds = (ids == PAD).int()
+    kinds[:, len(sample.prompt) :] = 0
+    patches, grid = pictures.pixels(pictures.opened(sample.images))
+    features = torch.cat(list(model.model.get_image_features(patches, grid, return_dict=True).pooler_output))
+    embedded = model.get_input_embeddings()(ids).masked_scatter(kinds[..., None].bool(), features.detach())
+    positions, _ = model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)
+    hidden = model.model.language_model(inputs_embeds=embedded, position_ids=positions, use_cache=False)
+    scores = model.lm_head(hidden.last_hidden_state)[0].log_softmax(-1)
+    return scores[:-1].gather(1, ids[0, 1:, None])[len(sample.prompt) - 1 :, 0]
+
+
+def test_packed_is_what_each_is_alone(one_rank: torch.device, folder: Path) -> None:
+    samples = drawn(folder)
+    backend: Any = build(job_spec(folder, data=DATA, trainer={**TRAINER, "activation_recompute": True}), one_rank)
+    logprobs, gradients = one_pass(backend, MicroBatch.pack(samples, range(len(samples))))
+    expected, expected_gradients = alone(folder, samples)
+    torch.testing.assert_close(logprobs, torch.cat(expected), atol=CLOSE, rtol=0)
+    check_gradients(gradients, expected_gradients)
+    reference = backend.logprobs([MicroBatch.pack(samples, [3, 0])], temperature=1.0)
+    torch.testing.assert_close(reference[0], torch.cat([expected[3], expected[0]]), atol=CLOSE, rtol=0)
+    published = {info.name for info, _ in backend.export("float32")}
+    assert published and not any("visual" in name for name in published)
+
+
+def test_positions_of_the_row_alone_would_be_wrong(one_rank: torch.device, folder: Path) -> None:
+    """Of images or of text: the oracle sees both."""
+    samples = drawn(folder)
+    backend: Any = build(job_spec(folder, data=DATA, trainer=TRAINER), one_rank)
+    expected = torch.cat(alone(folder, samples)[0])
+    whole = backend._tower.inputs
+    for broken in ({"position_ids": None}, {"image_features": None}):
+        backend._tower.inputs = lambda batch, b=broken: {k: v for k, v in whole(batch).items() if k not in b}
+        (found,) = backend.logprobs([MicroBatch.pack(samples, range(len(samples)))], temperature=1.0)
+        assert float((found - expected).abs().max()) > 100 * CLOSE, broken
+
+
+def on_rank(rank: int, place: Path, model: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo", store=dist.FileStore(str(place / "store"), 2), rank=rank, world_size=2)
+    backend = build(job_spec(model, data=DATA, trainer=TRAINER), torch.device("cpu"))
+    mine = [2] if rank else [0, 1, 3]  # the second rank has no image
+    logprobs, gradients = one_pass(backend, MicroBatch.pack(drawn(model), mine))
+    save_file({**gradients, "logprobs": logprobs}, place / f"{rank}.safetensors")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_rank_without_images_computes_with_one_that_has_some(folder: Path, tmp_path: Path) -> None:
+    ranks = [CONTEXT.Process(target=on_rank, args=(rank, tmp_path, folder)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    expected, gradients = alone(folder, drawn(folder))
+    for process in ranks:
+        process.join(120)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    for rank, mine in enumerate(([0, 1, 3], [2])):
+        found = load_file(tmp_path / f"{rank}.safetensors")
+        of_rank = torch.cat([expected[row] for row in mine])
+        torch.testing.assert_close(found.pop("logprobs"), of_rank, atol=CLOSE, rtol=0)
+        check_gradients(found, gradients)
+
+
+def test_images_that_need_more_places_are_refused(one_rank: torch.device, folder: Path) -> None:
+    sample = drawn(folder)[0]
+    backend: Any = build(job_spec(folder, data=DATA, trainer=TRAINER), one_rank)
+    short = Sample(**{**vars(sample), "prompt": sample.prompt[sample.prompt != PAD]})
+    with pytest.raises(InvalidState, match="a sequence has 0 tokens of images, and its images make"):
+        backend.logprobs([MicroBatch.pack([short], [0])], temperature=1.0)
+
+
+def test_attention_that_does_not_learn_of_borders_is_refused(folder: Path) -> None:
+    """`sdpa` would need positions of another shape for this model."""
+    model_check.check(job_spec(folder, data=DATA, trainer=TRAINER))
+    model_check.check(job_spec(folder))
+    with pytest.raises(InvalidJob, match=r"with sdpa attention, differs by .* nats"):
+        model_check.check(job_spec(folder, trainer={"backend_options": {"attention": "sdpa"}}))
