@@ -20,7 +20,7 @@ PART = {"type": "image"}
 KINDS = ("image", "image_url", "input_image")
 """Types of parts that are images, of Hugging Face and of OpenAI's two APIs."""
 MOST_BYTES = 32 << 20
-"""Of one image."""
+"""Of all images of a prompt."""
 FIX = "give its bytes, {bytes, path}, a data URL, or the absolute path of a file."
 
 
@@ -89,6 +89,9 @@ class RowImages:
             reason = f"is image {self._most + 1} of the prompt, which may have {self._most}"
             raise self._row.bad(place, reason, "raise data.images.max_per_prompt, or leave images out.")
         self.files.append(self._bytes(place, value))
+        if (size := sum(map(len, self.files))) > MOST_BYTES:
+            reason = f"makes the prompt's images {size:,} bytes, more than {MOST_BYTES:,}"
+            raise self._row.bad(place, reason, "store smaller images.")
         return dict(PART)
 
     def _bytes(self, place: str, value: Any) -> bytes:
@@ -98,9 +101,6 @@ class RowImages:
             value = self._from_url(place, value) if value.startswith("data:") else self._from_file(place, value)
         if not isinstance(value, bytes) or not value:
             raise self._row.bad(place, "is not an image", FIX)
-        if len(value) > MOST_BYTES:
-            reason = f"has {len(value):,} bytes, more than {MOST_BYTES:,}"
-            raise self._row.bad(place, reason, "store a smaller image.")
         return value
 
     def _from_url(self, place: str, url: str) -> bytes:

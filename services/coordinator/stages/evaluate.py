@@ -15,7 +15,7 @@ from millrace.telemetry.spans.kinds import SpanKind
 from services.coordinator.observe.evaluation import held_out, main_values
 from services.coordinator.observe.samples import samples_in
 from services.coordinator.observe.step_metrics import mean
-from services.coordinator.stages.issue import AT_ONCE, draft
+from services.coordinator.stages.issue import AT_ONCE, draft, first_of
 from services.coordinator.stages.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.spans import close_groups, traced
 from services.coordinator.state.bell import waited
@@ -60,10 +60,12 @@ async def _issue(run: Run, wanted: Evaluation, count: int) -> None:
         top_p=1.0,
         stop=run.spec.rollout.stop,
     )
-    for start in range(0, count, AT_ONCE):
+    start = 0
+    while start < count:
         rows = range(start, min(start + AT_ONCE, count))
         drafts = await asyncio.to_thread(_drafts, run.job.id, source, rows, version, sampling)
         await run.evaluation.issue(drafts, run.job.step + 1)
+        start += len(drafts)
         run.components.queue.issued.ring()
         await run.heed()
 
@@ -71,7 +73,8 @@ async def _issue(run: Run, wanted: Evaluation, count: int) -> None:
 def _drafts(
     job_id: JobId, source: PromptSource, rows: range, version: Version, sampling: work_pb2.Sampling
 ) -> list[Draft]:
-    return [draft(job_id, source, evaluation_prompt(version, row), Purpose.EVALUATION, sampling) for row in rows]
+    prompts = (evaluation_prompt(version, row) for row in rows)
+    return first_of(draft(job_id, source, prompt_id, Purpose.EVALUATION, sampling) for prompt_id in prompts)
 
 
 async def _answers(run: Run, count: int) -> list[GroupSummary]:

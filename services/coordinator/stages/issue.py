@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from millrace import events
 from millrace.admission.choices import needs_greedy_baseline
@@ -23,7 +23,10 @@ from services.coordinator.state.lease import Draft, DroppedPrompt, QueuedPrompt
 from services.coordinator.state.ledger import capacity
 
 AT_ONCE = 256
-"""Prompts that one command issues."""
+"""Most prompts that one command issues."""
+MOST_BYTES = 64 << 20
+"""A command issues no more prompts once it has so many bytes of them, as images have. Redis ends a connection with
+1 GiB unread."""
 
 
 async def issue(run: Run) -> None:
@@ -83,7 +86,18 @@ def _draw(run: Run, count: int) -> list[Draft]:
 
 def _drafts(run: Run, prompts: Sequence[PromptId]) -> list[Draft]:
     sampling = training_sampling(run.spec)
-    return [draft(run.job.id, run.source, prompt_id, Purpose.TRAIN, sampling) for prompt_id in prompts]
+    return first_of(draft(run.job.id, run.source, prompt_id, Purpose.TRAIN, sampling) for prompt_id in prompts)
+
+
+def first_of(drafts: Iterable[Draft]) -> list[Draft]:
+    """The first of the drafts, as many as one command may issue; at least one."""
+    found, size = list[Draft](), 0
+    for each in drafts:
+        found.append(each)
+        size += each.lease.ByteSize() if isinstance(each, QueuedPrompt) else 0
+        if size > MOST_BYTES:
+            break
+    return found
 
 
 def training_sampling(spec: JobSpec) -> work_pb2.Sampling:

@@ -27,8 +27,8 @@ ANSWERS_KEPT_S = 900
 """How long the answer to a repeated Complete is remembered."""
 MOST_PARTS_BYTES = 64 << 20
 """What is kept of one lease. What comes beyond is generated again if the lease is lost."""
-LEASED_PARTS_BYTES = 32 << 20
-"""One call leases no more prompts with parts once it has so many bytes of them."""
+LEASED_BYTES = 32 << 20
+"""One call leases no more prompts once it has so many bytes of them and their parts."""
 LONGEST_DETAIL = 2000
 """Characters of a drop's detail that are kept."""
 
@@ -92,7 +92,7 @@ class Prompts:
         leased alone, as others died with it."""
         ledgers = [f"{self._job}:{purpose}" for purpose in Purpose]
         claims = await self._redis.run(
-            "lease", [self._base, self._job, *ledgers], [member, count, lineage, LEASED_PARTS_BYTES, share]
+            "lease", [self._base, self._job, *ledgers], [member, count, lineage, LEASED_BYTES, share]
         )
         if isinstance(claims, bytes):
             return None

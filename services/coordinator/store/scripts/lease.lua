@@ -1,8 +1,8 @@
 -- Claims up to `count` prompts for a member: first those that other members lost, then new ones.
 -- None if the job has another lineage by now: the member's weights are not valid then.
 -- A prompt with which several members died is leased alone: if another one dies, it was this prompt.
--- KEYS: base, job, the bases of all ledgers of the job. ARGV: member, count, lineage, bytes of parts after which no more
--- prompts with parts are claimed, the share of the queued prompts that the member may have.
+-- KEYS: base, job, the bases of all ledgers of the job. ARGV: member, count, lineage, bytes of prompts and their parts after
+-- which no more are claimed, the share of the queued prompts that the member may have.
 -- Answers {entry, fence, fields of the prompt's row, parts of earlier holders} for each; 'held back' while the member has such a prompt.
 local base, member, count = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local queue, leases, bytes = base .. ':queue', {}, 0
@@ -36,6 +36,7 @@ local function claim(entry, fields)
   redis.call('HSET', base .. ':leased', entry, prompt)
   local parts = redis.call('HEXISTS', base .. ':parts', entry) == 1 and redis.call('GET', base .. ':parts:' .. entry) or ''
   bytes = bytes + #parts
+  for _, field in ipairs(fields) do bytes = bytes + #field end
   leases[#leases + 1] = {entry, fence, fields, parts}
 end
 
@@ -46,10 +47,10 @@ for _, pending in ipairs(redis.call('XPENDING', queue, GROUP, '-', '+', count, N
   if entry then claim(entry[1], entry[2]) end
   if suspect then return leases end
 end
-if #leases < count then
-  local fresh = redis.call('XREADGROUP', 'GROUP', GROUP, member, 'COUNT', count - #leases, 'STREAMS', queue, '>')
-  if fresh then
-    for _, entry in ipairs(fresh[1][2]) do claim(entry[1], entry[2]) end
-  end
+while #leases < count and bytes <= tonumber(ARGV[4]) do
+  local some = math.min(count - #leases, 4)
+  local fresh = redis.call('XREADGROUP', 'GROUP', GROUP, member, 'COUNT', some, 'STREAMS', queue, '>')
+  if not fresh then break end
+  for _, entry in ipairs(fresh[1][2]) do claim(entry[1], entry[2]) end
 end
 return leases

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from millrace.contracts.v1 import work_pb2
-from millrace.data import open_source
+from millrace.data import Reading, open_source
 from millrace.data.row import PromptRow, write_rows
 from millrace.drops import DropReason
 from millrace.errors import MillraceError
-from millrace.ids import JobId, Purpose, training_prompt
+from millrace.ids import JobId, MemberId, Purpose, training_prompt
 from millrace.spec import parse
 from services.coordinator.stages.issue import draft, issue
 from services.coordinator.stages.run import Cancelled, Run
@@ -117,5 +117,37 @@ def test_a_cursor_that_another_moved_is_nobodys_to_go_on_from(superseded: bool, 
             await issue(run)
         assert isinstance(refused.value, Superseded) is superseded
         assert (await run.prompts.counts()).issued == 0
+
+    with_store(redis_url, scenario)
+
+
+def test_large_prompts_are_issued_and_leased_a_few_at_a_time(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command holds no more than some of them, and each is issued and leased once."""
+    file, member = bytes(1000), MemberId("rollout-a")
+    monkeypatch.setattr("services.coordinator.stages.issue.MOST_BYTES", 2500)
+    monkeypatch.setattr("services.coordinator.store.prompts.LEASED_BYTES", 4000)
+
+    async def scenario(store: Store) -> None:
+        run = await a_run(store, tmp_path)
+        shown = [{"role": "user", "content": [{"type": "image"}]}]
+        rows = [PromptRow(n, "sums", shown, ground_truth=str(n), images=(file,)) for n in range(8)]
+        path = write_rows(tmp_path / "images.jsonl", rows)
+        run.source = open_source([path], reading=Reading(most_images=1))
+        sizes, do = list[int](), store.connection.run
+
+        async def counted(name: str, keys: Any, arguments: Any) -> Any:
+            if name == "issue":
+                sizes.append(sum(isinstance(each, bytes) for each in arguments))
+            return await do(name, keys, arguments)
+
+        monkeypatch.setattr(store.connection, "run", counted)
+        await issue(run)
+        assert sizes == [3, 3, 2] and (await run.prompts.counts()).queued == 8
+        leased = []
+        while claims := await run.prompts.lease(member, 8, run.job.lineage):
+            leased.append([claim.row.lease.images[0] for claim in claims])
+        assert [len(files) for files in leased] == [4, 4] and all(each == file for files in leased for each in files)
 
     with_store(redis_url, scenario)
