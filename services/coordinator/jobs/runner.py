@@ -85,6 +85,7 @@ class Runner:
         Raises StoreDown, Superseded.
         """
         run: Run | None = None
+        goes_on = False
         try:
             if job.failure:
                 return await self._fail(job.id, None, job.failure)
@@ -96,14 +97,16 @@ class Runner:
         except Cancelled as cancelled:
             await self._end(job.id, run, JobState.CANCELLED, str(cancelled), DropReason.JOB_CANCELLED)
         except TrainerLost as lost:
-            await self._set_back(job, run, lost)
+            goes_on = await self._set_back(job, run, lost)
         except MillraceError as error:
             await self._fail(job.id, run, str(error))
         except Exception as error:
             log.exception("a bug ended a job", job=job.id)
             await self._fail(job.id, run, f"a bug in the coordinator: {type(error).__name__}: {error}")
         finally:
-            self._components.queue.running_job = self._components.turn.job = None
+            if not goes_on:
+                self._components.queue.running_job = None
+            self._components.turn.job = None
             self._components.trainer.release()
 
     async def _opened(self, job: JobRecord) -> Run:
@@ -142,20 +145,23 @@ class Runner:
             await asyncio.gather(*begun, return_exceptions=True)
             await asyncio.to_thread(run.close)
 
-    async def _set_back(self, job: JobRecord, run: Run | None, lost: TrainerLost) -> None:
-        """Waits before the loop starts again. A job that loses its trainer repeatedly at the same step fails."""
+    async def _set_back(self, job: JobRecord, run: Run | None, lost: TrainerLost) -> bool:
+        """Waits before the loop starts again. A job that loses its trainer repeatedly at the same step fails. Answers
+        whether the job goes on: replicas then lease its prompts all the time."""
         deaths, step = self._components.store.deaths(job.id), run.job.step if run else job.step
         setbacks = await deaths.set_back(step, uuid.uuid4().hex)
         event = events.TrainerLost(step=step, setbacks=setbacks)
         await self._components.events.add(job.id, event, str(lost))
         if setbacks <= TRAINER_BUDGET:
-            await asyncio.sleep(0.5 * setbacks)
-            return
+            await waited(self._components.control.next(), 0.5 * setbacks)  # a request, as to cancel, is heeded at once
+            return True
+        self._components.queue.running_job = None
         await self._trainer_is_back(WORDS_S)
         why = await deaths.words() or lost.what
         what = f"the trainer was lost {setbacks} times at step {step + 1}: {why}"
         fix = f"remove the cause, then continue with `millrace resume {job.id}`."
         await self._fail(job.id, run, str(Unavailable(what, fix)))
+        return False
 
     async def _trainer_is_back(self, within_s: float) -> None:
         """Waits for a trainer, at most so long."""

@@ -1,4 +1,8 @@
-"""Makes trainer and ledger agree on a version."""
+"""Makes trainer and ledger agree on a version.
+
+While no trainer is there, replicas that hold weights of the job go on. If the trainer comes back at the ledger's
+version, no group of that time is generated again. If it comes back at an earlier one, all that is in flight is.
+"""
 
 import secrets
 import time
@@ -11,6 +15,7 @@ from millrace.ids import Version
 from millrace.rest import JobState
 from millrace.telemetry.spans.kinds import SpanKind
 from services.coordinator.stages.checkpoint import recover
+from services.coordinator.stages.issue import issue
 from services.coordinator.stages.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.spans import traced
 from services.coordinator.stages.track import track_again
@@ -23,6 +28,7 @@ async def configure(run: Run) -> None:
     ledger goes back. Raises Unavailable, TrainerLost, and MillraceError where the two cannot agree."""
     run.components.fleet.deadlines.update(run.spec.deadlines.of_calls())
     await _check_data(run)
+    await run.refresh()  # replicas lease from here on
     await _trainer_arrived(run)
     run.components.trainer.take()
     await recover(run)
@@ -45,11 +51,13 @@ async def _check_data(run: Run) -> None:
 
 
 async def _trainer_arrived(run: Run) -> None:
-    """Waits for a trainer. Time in which the job is paused does not count. Raises Unavailable."""
+    """Waits for a trainer. Replicas that hold weights of the job go on meanwhile, as far as the staleness bound allows.
+    Time in which the job is paused does not count. Raises Unavailable."""
     limit_s, spent_s = run.spec.deadlines.no_replica_s, 0.0
     while run.components.fleet.trainer is None:
         ring = run.components.fleet.bell.next()
         await run.heed()
+        await issue(run)
         if run.components.fleet.trainer is None and spent_s > limit_s:
             what = f"no trainer joined the fleet within {limit_s:g} s."
             raise Unavailable(what, "start one, or raise deadlines.no_replica_s.")

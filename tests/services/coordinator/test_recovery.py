@@ -92,6 +92,56 @@ async def test_the_trainer_is_replaced_and_goes_on_from_the_checkpoint(cluster: 
 
 
 @scenario
+async def test_replicas_generate_while_there_is_no_trainer(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """As many groups as the staleness bound allows, which the next trainer is given: none is generated again."""
+    spec["schedule"] |= {"save_every_steps": 1, "save_in_background": False, "steps": 6, "max_staleness": 1}
+    spec.pop("evaluation")
+    first, replica = await cluster.trainer(), await cluster.replica()
+    trained, release = asyncio.Event(), asyncio.Event()
+
+    async def dies(request: Any) -> None:
+        if request.step == 3:
+            trained.set()
+            await asyncio.sleep(600)
+
+    async def waits(_: Any) -> None:
+        if trained.is_set():
+            await asyncio.wait_for(release.wait(), 120)
+
+    first.faults["Step"], replica.faults["Generate"] = dies, waits
+    job_id = await cluster.submit(spec)
+    await asyncio.wait_for(trained.wait(), 60)
+    await first.die()
+    await until(lambda: cluster.events(job_id, "trainer.lost"))
+    release.set()
+    ledger = await until(lambda: cluster.ledger(job_id), lambda ledger: ledger.generated == 2 * 4)
+    assert (ledger.trained, ledger.queued, ledger.leased) == (2 * 4, 0, 0)
+    second = await cluster.trainer()
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert second.configured[0].endswith("step-2") and second.stalest <= 1
+    assert len(replica.leased) == len(set(replica.leased)) == 6 * 4, "no prompt is generated twice"
+    await trained_once(cluster, job_id, second)
+
+
+@scenario
+async def test_a_job_without_trainer_is_cancelled_at_once(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """Then its replicas get no leases any more."""
+    first, replica = await cluster.trainer(step_s=0.2), await cluster.replica(seconds=0.05)
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 1)
+    await first.die()
+    await until(lambda: cluster.events(job_id, "trainer.lost"))
+    await asyncio.to_thread(cluster.coordinator.client.cancel, job_id)
+    assert (await cluster.ended(job_id)).state is JobState.CANCELLED
+    leased = len(replica.leased)
+    ledger = await cluster.ledger(job_id)
+    assert (ledger.queued, ledger.leased, ledger.generated) == (0, 0, 0)
+    await until(lambda: asyncio.sleep(0, not replica.held))
+    assert len(replica.leased) == leased
+
+
+@scenario
 async def test_a_trainer_without_checkpoint_begins_again(cluster: Cluster, spec: dict[str, Any]) -> None:
     first, replica = await cluster.trainer(step_s=0.1), await cluster.replica(seconds=0.02)
     job_id = await cluster.submit(spec)
