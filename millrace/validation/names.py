@@ -39,6 +39,8 @@ FIELDS: dict[str, str] = {
     "rollout_max_prompt_len": "data.max_prompt_tokens",
     "train_files": "data.files",
     "prompt_data": "data.files",
+    "image_key": "data.images",
+    "limit_images": "data.images",
     "truncation": "data.overlong_prompts",
     "filter_overlong_prompts": "data.overlong_prompts",
     "apply_chat_template_kwargs": "data.chat_template_options",

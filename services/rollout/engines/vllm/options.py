@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, get_args
 
+from millrace.data.pictures import MODELS
 from millrace.data.quantization import engine_overrides
 from millrace.engines import ENGINES
 from millrace.errors import InvalidState, refused
@@ -69,6 +70,8 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: 
         arguments["mm_processor_cache_gb"] = 0
         # Otherwise vLLM normalises pixels by figures of its own where the folder's file has none.
         arguments |= {name: False for name in ("mm_device_do_normalize",) if name in known}
+    elif read_config(spec.model.path).get("model_type") in MODELS and "hf_overrides" not in options:
+        arguments["limit_mm_per_prompt"] = {"image": 0, "video": 0}  # vLLM leaves out the tower
     if spec.algorithm.router_replay:
         if current_platform.is_cpu():
             reason = "vLLM's CPU build does not report the experts of a token"

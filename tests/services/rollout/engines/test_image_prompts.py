@@ -54,6 +54,18 @@ class Asked:
         )
         return completion
 
+    async def continued(self, engine: Any) -> list[Completion]:
+        """Answers that another replica began, also one in which the policy sampled the token that stands for images."""
+        begun = await self.answers(engine, 12)
+        prefixes = [answer.partial.first(5) for answer in begun]
+        prefixes[3].tokens[2:3] = PAD
+        whole = []
+        for row, prefix in enumerate(prefixes):
+            shown = ShownImages(self.images[row], PROMPTS[row][0]) if self.images[row] else None
+            whole.append(await engine.generate(self.prompts[row], Sampling(12), Response(prefix, shown)))
+        assert sum(len(answer.tokens) > 5 and answer.carried == 5 for answer in whole) > 2
+        return whole
+
 
 def language_model(model: Any) -> dict[str, torch.Tensor]:
     """What the trainer publishes: no tensor of the tower."""
@@ -101,11 +113,28 @@ def test_tokens_are_of_the_images_and_of_their_version(policy: str, run: Run, tm
             check(asked, folder, crossing, models)
         for _ in range(2):
             check(asked, folder, await asked.answers(engine, 20), models)
+        check(asked, folder, await asked.continued(engine), models)
         with pytest.raises(BadRow, match="vLLM makes"):
             wrong = Response(images=ShownImages(asked.images[0], PROMPTS[0][0]))
             await engine.generate([*asked.prompts[0], PAD], Sampling(3), wrong)
 
     started(run, spec, scenario)
+
+
+@pytest.mark.matrix  # test_tokens_are_of_the_images_and_of_their_version has a prompt without images
+def test_a_job_of_text_needs_no_processor(run: Run, tmp_path: Path) -> None:
+    folder = save_image_model(tmp_path / "0")
+    model, asked = opened_model(folder), Asked(folder)
+    (folder / "preprocessor_config.json").unlink()
+
+    async def scenario(engine: Any) -> None:
+        await publish_shards(engine, language_model(model), 1)
+        answer = await asked.answer(engine, 2, 40)
+        with torch.no_grad():
+            expected = scores_alone(model, folder, [*asked.prompts[2], *answer.tokens.tolist()], (), 4).numpy()
+        assert PAD in answer.tokens or np.abs(answer.logprobs - expected).max() < CLOSE
+
+    started(run, job_spec(folder, "vllm"), scenario)
 
 
 def test_the_engine_is_prepared_for_as_many_images(tmp_path: Path) -> None:
