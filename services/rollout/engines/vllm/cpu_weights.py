@@ -32,16 +32,17 @@ def install() -> None:
         utils: Any = import_module("vllm.model_executor.layers.utils")
         utils.dispatch_cpu_unquantized_gemm = _keep_weight
         cpu_recurrence.install()
-        _read_images_without_torchvision()
+        read_images_without_torchvision()
         if (kernel := experts_kernel()) is not None:
             kernel.process_weights_after_loading = _keep_experts
             kernel.apply = _compute_experts
 
 
-def _read_images_without_torchvision() -> None:
+def read_images_without_torchvision() -> None:
     """If torchvision is not installed: puts transformers' processor of images by Pillow in the place of the one that
     needs it, which vLLM's module of Qwen3.5 imports also for the language model alone, and takes the processor of
-    videos, which needs it too, out of that of Qwen2.5-VL."""
+    videos, which needs it too, out of that of Qwen2.5-VL. Idempotent. The replica's own process calls it too: vLLM runs
+    plugins once a process, which may have been before the process became a replica."""
     if find_spec("torchvision") is None and find_spec(BY_PILLOW) is not None:
         sys.modules.setdefault(BY_TORCHVISION, import_module(BY_PILLOW))
         processor: Any = import_module(OF_PROMPTS).Qwen2_5_VLProcessor

@@ -45,6 +45,7 @@ from services.rollout.engines.endings import Endings, StopSearch
 from services.rollout.engines.versioned import VersionedEngine, samples_that_fit
 from services.rollout.engines.vllm import options as vllm_options
 from services.rollout.engines.vllm.adapter import lora_request
+from services.rollout.engines.vllm.cpu_weights import read_images_without_torchvision
 from services.rollout.engines.vllm.environment import before_start, set_cpu_environment
 from services.rollout.engines.vllm.options import is_whole, parameters, stop_reason
 from services.rollout.engines.vllm.processes import kill_engine, shut_down, start_errors
@@ -189,6 +190,7 @@ class VllmEngine(VersionedEngine):
         self.device = "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
         if current_platform.is_cpu():
             set_cpu_environment()
+            read_images_without_torchvision()
         with start_errors("model.path", spec.model.path, "rollout.engine_options"):
             self._adapter = adapter_shape(spec)
             arguments = vllm_options.engine_arguments(spec, self._adapter, start)

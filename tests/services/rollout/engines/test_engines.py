@@ -465,7 +465,16 @@ def test_more_requests_than_fit_wait_their_turn(case: Case, run: Run) -> None:
 
 
 async def _across_a_swap(case: Case, cache_policy: str) -> tuple[Any, Any, list[Completion]]:
-    """Publishes while samples are in flight, held up between two tensors: old model, new model, the samples."""
+    """Publishes while samples are in flight, held up between two tensors: old model, new model, the samples. Publishes
+    again, at most ten times, if all samples ended before the swap."""
+    for _ in range(10):
+        old, new, samples = await _publish_among_samples(case, cache_policy)
+        if any(len(sample.versions) == 2 for sample in samples):
+            return old, new, samples
+    raise AssertionError("no sample was in flight across ten swaps")
+
+
+async def _publish_among_samples(case: Case, cache_policy: str) -> tuple[Any, Any, list[Completion]]:
     old = case.model
     case.version += 1
     new = case.random_model(case.version)
@@ -487,7 +496,6 @@ async def _across_a_swap(case: Case, cache_policy: str) -> tuple[Any, Any, list[
 def test_versions_are_true_across_a_swap_and_logprobs_match_each(case: Case, run: Run) -> None:
     old, new, samples = run(_across_a_swap(case, "recompute"))
     crossing = [s for s in samples if len(s.versions) == 2]
-    assert crossing, "no sample was in flight across the swap"
     apart: list[float] = []
     for sample in crossing:
         before, after = sample.versions
@@ -510,11 +518,12 @@ def test_versions_that_we_mark_are_those_that_vllm_reports(
     engine: Any = case.engine
     if engine._marks is not None:
         pytest.skip("this release of vLLM reports none")
-    marks, reported, client = VersionMarks(), [], engine._llm.engine_core
+    marks, marked, reported, client = VersionMarks(), [], [], engine._llm.engine_core
 
     def spans(request_id: str, output: Any, tokens: int) -> Any:
         reported.append(tuple(VersionSpan(Version(int(s.version)), s.start, s.end) for s in output.weight_versions))
-        return marks.spans(request_id, tokens)
+        marked.append(marks.spans(request_id, tokens))
+        return marked[-1]
 
     async def label(version: Version, cache_key: str) -> None:
         await marks.swapped(version)
@@ -526,8 +535,8 @@ def test_versions_that_we_mark_are_those_that_vllm_reports(
     monkeypatch.setattr(engine, "_spans", spans)
     monkeypatch.setattr(engine, "_label", label)
     _, _, samples = run(_across_a_swap(case, "recompute"))
-    assert any(len(sample.versions) == 2 for sample in samples)
-    assert {s.versions for s in samples} == set(reported)
+    assert marked == reported
+    assert {s.versions for s in samples} <= set(reported)
 
 
 def test_kept_cache_makes_a_difference_that_ends_with_the_samples_in_flight(
@@ -535,7 +544,6 @@ def test_kept_cache_makes_a_difference_that_ends_with_the_samples_in_flight(
 ) -> None:
     old, new, samples = run(_across_a_swap(case, "keep"))
     crossing = [s for s in samples if len(s.versions) == 2]
-    assert crossing
     apart = []
     for sample in crossing:
         at = sample.versions[0].end
