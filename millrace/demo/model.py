@@ -27,8 +27,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from millrace.demo.task import Turn
-from millrace.demo.tasks import TASKS
+from millrace.demo.tasks import TASKS, Turn
 
 IGNORED = -100
 """The label of tokens without loss."""

@@ -121,8 +121,7 @@ def prepared(
     family: "Family" = "qwen3",
 ) -> JobSpec:
     """Makes model and data, and the job about them. Raises InvalidJob for a task that does not exist."""
-    from millrace.demo.task import write_task_data
-    from millrace.demo.tasks import task_named
+    from millrace.demo.tasks import task_named, write_task_data
 
     named = task_named(task)
     from millrace.demo.model import WarmUp, made_model

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.chaos.invariants import Terms
 from millrace.demo.run import MARGIN, prepared
-from millrace.demo.task import TRAIN
+from millrace.demo.tasks import TRAIN
 from millrace.ids import JobId
 from tests.hosts import faults
 from tests.hosts.faults import BOTH_NODES, NODES, SINGLE, TRAINERS

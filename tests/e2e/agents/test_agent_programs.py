@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from millrace.client import Client
-from millrace.demo.task import Turn
+from millrace.demo.tasks import Turn
 from millrace.rest import SampleView
 from tests.e2e.agents.trained import asking, trained_samples
 from tests.e2e.agents.warmed import save_warmed_model

@@ -11,7 +11,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from millrace.client import Client
-from millrace.demo.task import Turn
+from millrace.demo.tasks import Turn
 from tests.e2e.agents.trained import asking, trained_samples
 from tests.e2e.agents.warmed import save_warmed_model
 from tests.services.rollout.environments.test_openenv import PYTHON, number_server

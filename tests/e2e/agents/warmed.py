@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3ForCausalLM
 
 from millrace.demo.model import IGNORED, byte_tokenizer, demonstration
-from millrace.demo.task import Turn
+from millrace.demo.tasks import Turn
 from tests.models import tiny_config
 
 CONVERSATIONS = 16
