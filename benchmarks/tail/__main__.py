@@ -33,8 +33,8 @@ from millrace.local.options import StackOptions
 from millrace.local.stack import Stack
 from millrace.rest import JobState, StepMetrics
 from millrace.rest.timeline import IdleCause
-from millrace.simulation.fitting import Request
 from millrace.simulation.job import simulate
+from millrace.simulation.setting import Request
 from millrace.spec import JobSpec, parse
 from millrace.spec.document import merged
 from millrace.telemetry.spans.kinds import LaneKind, SpanKind

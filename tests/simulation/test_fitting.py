@@ -5,8 +5,7 @@ import random
 import pytest
 
 from millrace.simulation.engine import Answer, Engine, Group
-from millrace.simulation.fitting import Request, fitted_rate
-from millrace.simulation.setting import MeasuredRate
+from millrace.simulation.setting import MeasuredRate, Request, fitted_rate
 from tests.simulation.jobs import setting
 
 

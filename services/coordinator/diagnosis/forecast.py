@@ -5,9 +5,18 @@ from dataclasses import dataclass, replace
 
 from millrace.errors import InvalidState
 from millrace.rest.diagnosis import REPLICAS, ForecastView
-from millrace.simulation.fitting import Request, fitted_rate
 from millrace.simulation.job import simulate
-from millrace.simulation.setting import Drawn, MeasuredRate, Setting, StalenessOf, TooStale, TrainerRate, reduced
+from millrace.simulation.setting import (
+    Drawn,
+    MeasuredRate,
+    Request,
+    Setting,
+    StalenessOf,
+    TooStale,
+    TrainerRate,
+    fitted_rate,
+    reduced,
+)
 from millrace.spec.job import JobSpec
 from millrace.spec.passes import needs_whole_batch
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from millrace.rest import StepMetrics
 from millrace.rest.timeline import IdleCause
-from millrace.simulation.fitting import Request
+from millrace.simulation.setting import Request
 from millrace.spec.job import JobSpec
 from millrace.telemetry.spans.kinds import LaneKind, SpanKind
 from millrace.telemetry.spans.recorder import Span

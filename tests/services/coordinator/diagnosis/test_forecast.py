@@ -8,9 +8,8 @@ import pytest
 from millrace.cli.show import lines
 from millrace.rest import StepMetrics
 from millrace.rest.timeline import IdleCause as C
-from millrace.simulation.fitting import Request
 from millrace.simulation.job import simulate
-from millrace.simulation.setting import Drawn, MeasuredRate, TrainerRate
+from millrace.simulation.setting import Drawn, MeasuredRate, Request, TrainerRate
 from millrace.spec.job import JobSpec
 from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import LaneKind, SpanKind
