@@ -12,8 +12,8 @@ from millrace.rest import StepMetrics
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.prometheus.registry import DeclaredRegistry
 from millrace.telemetry.metrics.step.mismatch import K3_KL, K3_KL_SAME_VERSION
-from services.coordinator.observe import job_health
-from services.coordinator.observe.job_health import JobHealth
+from services.coordinator.observe import prometheus as page
+from services.coordinator.observe.prometheus import JobHealth
 from services.coordinator.state.job import JobRecord
 from services.coordinator.store import Store
 from tests.services.coordinator.redis import a_job, with_store
@@ -59,8 +59,8 @@ def test_a_file_system_that_does_not_answer_holds_up_no_page(redis_url: str, mon
         time.sleep(1.0)
         raise OSError("gone")
 
-    monkeypatch.setattr(job_health, "DISK_S", 0.05)
-    monkeypatch.setattr(job_health, "_free_and_size", hangs)
+    monkeypatch.setattr(page, "DISK_S", 0.05)
+    monkeypatch.setattr(page, "_free_and_size", hangs)
 
     async def scenario(store: Store) -> None:
         page = await told(store, dataclasses.replace(a_job(), folder="/out"))
