@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import InvalidJob, refused
-from millrace.weights import headers
+from millrace.weights import folder_tensors
 
 KEY = "quantization_config"
-SCALES = headers.SCALES
+SCALES = folder_tensors.SCALES
 """Ending of the name of a tensor that has the factors of another."""
 OTHER_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files in which older tools describe what they quantized, and the name of the method."""

@@ -19,8 +19,7 @@ from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.weights import LOCAL, Layers, unread
 from millrace.spec import JobSpec
 from millrace.spec.lora import Lora
-from millrace.weights.headers import stored_shapes
-from millrace.weights.unread import other_values
+from millrace.weights.folder_tensors import other_values, stored_shapes
 
 CRITIC_FIELD = "algorithm.critic.path"
 

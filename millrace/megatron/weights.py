@@ -13,7 +13,7 @@ from millrace.backends.megatron import MegatronOptions
 from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, ModelShape
 from millrace.megatron.placement import Placement, Tensor, stack
 from millrace.megatron.topology import Coordinates, Topology
-from millrace.weights.unread import Unread
+from millrace.weights.folder_tensors import Unread
 
 Layout = list[dict[str, Placement]]
 """For each model chunk of a rank: parameter name → placement."""

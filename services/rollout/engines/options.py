@@ -12,8 +12,7 @@ from millrace.sequence_cost import recurrence_by_layer
 from millrace.spec import JobSpec
 from millrace.spec.pool import PoolTask
 from millrace.validation.names import closest
-from millrace.weights.headers import INDEX, SINGLE, stored_shapes
-from millrace.weights.unread import other_values
+from millrace.weights.folder_tensors import INDEX, SINGLE, other_values, stored_shapes
 from services.rollout.engine import PoolModel
 
 Checked = TypeVar("Checked")

@@ -22,8 +22,8 @@ from torch import Tensor
 from millrace.errors import InvalidState, MillraceError
 from millrace.megatron.architectures import read_shape
 from millrace.terminal.output import print_error
+from millrace.weights.folder_tensors import predicts_ahead
 from millrace.weights.loader.stored import pieces, published_dtype, stored_tensors
-from millrace.weights.unread import predicts_ahead
 from services.trainer.checkpoints import huggingface
 from services.trainer.checkpoints.box_files import BoxReader
 from services.trainer.checkpoints.checkpoint import open_checkpoint

@@ -19,8 +19,8 @@ from millrace.checkpoints.source import DESCRIPTION
 from millrace.data.quantization import unquantized
 from millrace.errors import InvalidState
 from millrace.hub import HubName
+from millrace.weights.folder_tensors import predicts_ahead
 from millrace.weights.plans.manifest import TensorInfo
-from millrace.weights.unread import predicts_ahead
 from services.trainer.checkpoints.model_files import WEIGHT, ModelFiles, readable
 from services.trainer.protocol.adapter import Adapter
 from services.trainer.ranks import collectives

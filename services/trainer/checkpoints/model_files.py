@@ -18,7 +18,7 @@ from millrace.checkpoints.source import checkpoint_folder
 from millrace.data.model_folder import FIELD
 from millrace.data.quantization import SCALES, BlockScales, block_scales
 from millrace.errors import InvalidJob, refused
-from millrace.weights.unread import Unread, other_values
+from millrace.weights.folder_tensors import Unread, other_values
 from services.trainer.checkpoints.foreign.files import CheckpointFiles
 
 INDEX = "model.safetensors.index.json"

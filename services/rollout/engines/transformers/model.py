@@ -14,9 +14,9 @@ from millrace.data.quantization import engine_overrides
 from millrace.errors import InvalidJob, PublicationFailed, refused
 from millrace.spec import JobSpec
 from millrace.spec.pool import PoolTask
+from millrace.weights.folder_tensors import Unread
 from millrace.weights.loader.stored import published_dtype, stored_tensors, views
 from millrace.weights.plans.manifest import Manifest
-from millrace.weights.unread import Unread
 from services.rollout.engine import PoolModel, compute_threads
 from services.rollout.engines.adapter import AdapterShape, adapter_shape, not_served
 from services.rollout.engines.options import check_tied_head

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
+from millrace.weights.folder_tensors import Unread
 from millrace.weights.loader.stored import stored_tensors, views
 from millrace.weights.plans.views import ViewedBox, viewed_box
-from millrace.weights.unread import Unread
 from services.trainer.backends.fsdp2.adapted import BASE
 from services.trainer.checkpoints.huggingface import layer_count
 from services.trainer.checkpoints.model_files import ModelFiles, check_unread

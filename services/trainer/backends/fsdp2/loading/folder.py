@@ -21,7 +21,7 @@ from millrace.checkpoints.source import checkpoint_folder
 from millrace.data import quantization
 from millrace.errors import InvalidJob
 from millrace.spec.model import Model
-from millrace.weights.unread import Unread, other_values
+from millrace.weights.folder_tensors import Unread, other_values
 from services.trainer.backends.fsdp2.adapted import BASE
 from services.trainer.backends.fsdp2.loading import boxes
 from services.trainer.checkpoints.model_files import ModelFiles, readable

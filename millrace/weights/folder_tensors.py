@@ -1,18 +1,50 @@
-"""The tensors of a model folder that a reader does not take. What has values of its own may not be left out silently:
-the trained model would be another one than the folder's."""
+"""The tensors of a model folder: which there are, by the headers of its safetensors, and which a reader leaves out.
 
+A tensor with values of its own may not be left out silently: the trained model would be another than the folder's.
+Nothing here imports torch.
+"""
+
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from millrace.errors import InvalidJob
 
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SCALES = "_scale_inv"
+"""Ending of the names of a quantized tensor's scales."""
+LARGEST_HEADER = 100 << 20
+"""Bytes; the format allows no more."""
+METADATA = "__metadata__"
 LAYER = re.compile(r"(?:^|\.)(?:model|language_model)\.layers\.(\d+)\.")
 """Finds the number of the language model's layer in the name of a tensor."""
 NOT_OF_A_MODEL = (r"rotary_emb\.inv_freq$", r"^[^.]+$")
 """Patterns of what older folders store and every model computes from its config, and of a program's own entries in a
 checkpoint, such as its step."""
 TIED = "tie_word_embeddings"
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor, without the scales of quantized ones; empty where there are no safetensors, or one of
+    them cannot be read."""
+    try:
+        index = folder / INDEX
+        files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
+        found = {name: tuple(shape) for file in files for name, shape in _header(folder / str(file)).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return {name: shape for name, shape in found.items() if name.removesuffix(SCALES) not in found.keys() - {name}}
+
+
+def _header(file: Path) -> dict[str, list[int]]:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > LARGEST_HEADER:
+            raise ValueError(f"{file} has a header of {length} bytes")
+        entries = json.loads(opened.read(length))
+    return {name: entry["shape"] for name, entry in entries.items() if name != METADATA}
 
 
 @dataclass(frozen=True)
