@@ -1,0 +1,130 @@
+"""This project on the peers' work: a job for each case, on a stack that is started once."""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.work import (
+    ANSWER_TOKENS,
+    ANSWERS,
+    CONTEXT,
+    LEARNING_RATE,
+    PROMPT_TOKENS,
+    PROMPTS,
+    TOKEN_BUDGET,
+)
+from millrace.cli.settings import changes_of
+from millrace.client import Client
+from millrace.demo.run import ENVIRONMENT
+from millrace.local.options import StackOptions
+from millrace.local.ports import free_port
+from millrace.local.stack import Stack
+from millrace.rest import ENDED
+from millrace.spec import JobSpec, parse
+from millrace.spec.document import merged
+
+CASES = {
+    "staleness-0": ["schedule.max_staleness=0", "trainer.streaming=false"],
+    "staleness-0-streaming": ["schedule.max_staleness=0", "trainer.streaming=true"],
+    "staleness-1": ["schedule.max_staleness=1", "trainer.streaming=false"],
+    "staleness-1-in-order": ["schedule.max_staleness=1", "schedule.wait_for_slow=true", "trainer.streaming=true"],
+    "staleness-1-carried": [
+        "schedule.max_staleness=1",
+        "schedule.too_stale=train",
+        f"schedule.carried_prompts={PROMPTS}",
+        "trainer.streaming=true",
+    ],
+}
+"""Fields of the spec as `millrace submit --set` has them."""
+CANCEL_S = 60.0
+"""How long it is waited for the end of a job that was cancelled."""
+SHOWN = (
+    "timing_s/step",
+    "timing_s/gen",
+    "timing_s/train",
+    "timing_s/update_weights",
+    "training/staleness/mean",
+    "training/staleness/max",
+    "response_length/mean",
+    "response_length/max",
+    "perf/mfu/actor",
+    "perf/max_memory_reserved_gb",
+    "rollout_corr/k3_kl/same_version",
+)
+
+
+def run_ours(
+    work: Path, cases: Sequence[str], steps: int, limit_s: float, backend: str, more: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """Yields a row for each case, until `limit_s` are over."""
+    until = time.monotonic() + limit_s
+    options = StackOptions(
+        state=str(work / f"stack-{time.time_ns()}"),
+        http_port=free_port(),
+        grpc_port=free_port(),
+        environment=ENVIRONMENT,
+    )
+    with Stack(options) as stack, Client(stack.url) as client:
+        for case in cases:
+            if until - time.monotonic() < 60:
+                return
+            begun = time.monotonic()
+            # The job would train longer, so that its last checkpoint is not part of the run.
+            job = client.submit(job_of(work, steps + 8, backend, [*CASES[case], *more]))
+            while len(rows := client.metrics(job.id)) < steps and time.monotonic() < until:
+                if (job := client.job(job.id)).state in ENDED:
+                    break
+                time.sleep(0.5)
+            if len(rows) < 3:
+                yield {"system": "millrace", "case": case, "failure": str(job.failure or job.state)}
+                return
+            if job.state not in ENDED:
+                client.cancel(job.id)
+                client.wait(job.id, CANCEL_S)
+            # The first steps compile and fill the engine.
+            later = rows[2:] if len(rows) > 4 else rows[1:]
+            before = rows[rows.index(later[0]) - 1]
+            between = [row.time_s - last.time_s for last, row in zip([before, *later], later, strict=False)]
+            tokens = [PROMPTS * ANSWERS * row.values["response_length/mean"] for row in later]
+            yield {
+                "system": "millrace",
+                "case": case,
+                "backend": backend,
+                "steps": len(rows),
+                "first_step_s": round(rows[0].time_s - job.created_s, 1),
+                "job_s": round(time.monotonic() - begun, 1),
+                "step_s": [round(seconds, 2) for seconds in between],
+                "mean_step_s": round(statistics.fmean(between), 2),
+                "tokens_a_second": round(sum(tokens) / sum(between)),
+                "of": {name: mean for name in SHOWN if (mean := mean_of(name, later)) is not None},
+            }
+
+
+def mean_of(name: str, rows: Sequence[Any]) -> float | None:
+    found = [row.values[name] for row in rows if name in row.values]
+    return round(statistics.fmean(found), 4) if found else None
+
+
+def job_of(work: Path, steps: int, backend: str, changes: Sequence[str]) -> JobSpec:
+    tree: dict[str, Any] = {
+        "name": "peers",
+        "output": str(work / f"output-{time.time_ns()}"),
+        "model": {"path": str(work / "model")},
+        "data": {"files": [str(work / "rows.jsonl")], "max_prompt_tokens": PROMPT_TOKENS, "shuffle": False},
+        "reward": {"function": f"{work / 'reward.py'}:compute_score", "workers": 4},
+        "rollout": {
+            "samples_per_prompt": ANSWERS,
+            "max_response_tokens": ANSWER_TOKENS,
+            "temperature": 1.0,
+            "engine_options": {
+                "vllm": {"max_model_len": CONTEXT, "max_num_seqs": 512, "gpu_memory_utilization": 0.8},
+            },
+        },
+        "algorithm": {"advantage": {"name": "grpo"}},
+        "trainer": {"backend": backend, "token_budget": TOKEN_BUDGET, "optimizer": {"lr": LEARNING_RATE}},
+        "schedule": {"steps": steps, "prompts_per_step": PROMPTS},
+        "deadlines": {"configure_s": 600, "step_s": 600, "no_replica_s": 600},
+    }
+    return parse(merged(tree, changes_of(changes)))
