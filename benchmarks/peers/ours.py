@@ -33,6 +33,7 @@ CASES = {
     "staleness-1-carried": [
         "schedule.max_staleness=1",
         "schedule.too_stale=train",
+        "algorithm.correction.name=tis_token",
         f"schedule.carried_prompts={PROMPTS}",
         "trainer.streaming=true",
     ],
