@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -18,9 +18,15 @@ from services.coordinator.options import (
     BudgetOption,
     DeleteCheckpointsOption,
     DownOption,
+    GrpcHostOption,
+    GrpcPortOption,
+    HeartbeatOption,
+    HttpHostOption,
+    HttpPortOption,
     KeepDaysOption,
     KeepJobsOption,
     LeaseOption,
+    LostOption,
     PriceOption,
     RedisOption,
     ScalerOption,
@@ -43,23 +49,14 @@ KEPT_JOBS = 1000
 
 @app.command()
 def main(
-    http_host: Annotated[
-        str, typer.Option(envvar="MILLRACE_HTTP_HOST", help="Address of the REST API; 0.0.0.0 allows other hosts.")
-    ] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option(envvar="MILLRACE_HTTP_PORT", help="Port of the REST API.")] = 7700,
-    grpc_host: Annotated[
-        str, typer.Option(envvar="MILLRACE_GRPC_HOST", help="Address of the gRPC server; 0.0.0.0 allows other hosts.")
-    ] = "127.0.0.1",
-    grpc_port: Annotated[int, typer.Option(envvar="MILLRACE_GRPC_PORT", help="Port of the gRPC server.")] = 7600,
+    http_host: HttpHostOption = "127.0.0.1",
+    http_port: HttpPortOption = 7700,
+    grpc_host: GrpcHostOption = "127.0.0.1",
+    grpc_port: GrpcPortOption = 7600,
     state_dir: StateOption = STATE,
     redis_url: RedisOption = "",
-    heartbeat_s: Annotated[
-        float, typer.Option(envvar="MILLRACE_HEARTBEAT_S", help="Seconds between the heartbeats of a member.")
-    ] = 1.0,
-    lost_after_s: Annotated[
-        float,
-        typer.Option(envvar="MILLRACE_LOST_AFTER_S", help="Seconds of silence after which a member is lost."),
-    ] = 5.0,
+    heartbeat_s: HeartbeatOption = 1.0,
+    lost_after_s: LostOption = 5.0,
     lease_s: LeaseOption = 3.0,
     insecure: InsecureOption = False,
     keep_jobs: KeepJobsOption = KEPT_JOBS,

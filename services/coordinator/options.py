@@ -6,6 +6,20 @@ from typing import Annotated
 import typer
 
 STATE = Path("~/.millrace/coordinator")
+HttpHostOption = Annotated[
+    str, typer.Option(envvar="MILLRACE_HTTP_HOST", help="Address of the REST API; 0.0.0.0 allows other hosts.")
+]
+HttpPortOption = Annotated[int, typer.Option(envvar="MILLRACE_HTTP_PORT", help="Port of the REST API.")]
+GrpcHostOption = Annotated[
+    str, typer.Option(envvar="MILLRACE_GRPC_HOST", help="Address of the gRPC server; 0.0.0.0 allows other hosts.")
+]
+GrpcPortOption = Annotated[int, typer.Option(envvar="MILLRACE_GRPC_PORT", help="Port of the gRPC server.")]
+HeartbeatOption = Annotated[
+    float, typer.Option(envvar="MILLRACE_HEARTBEAT_S", help="Seconds between the heartbeats of a member.")
+]
+LostOption = Annotated[
+    float, typer.Option(envvar="MILLRACE_LOST_AFTER_S", help="Seconds of silence after which a member is lost.")
+]
 StateOption = Annotated[Path, typer.Option(envvar="MILLRACE_STATE_DIR", help="Folder of the coordinator's own Redis.")]
 RedisOption = Annotated[
     str, typer.Option(envvar="REDIS_URL", help="Address of Redis; empty: the coordinator's own, in --state-dir.")
