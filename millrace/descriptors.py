@@ -32,7 +32,7 @@ class EngineDescriptor:
     option_bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """The smallest and largest value of options that are sizes."""
     reserved_options: Mapping[str, str] = field(default_factory=dict)
-    """Options of the engine that a job cannot set: the field of the job with the same effect, or empty where the
+    """Options of the engine that a job cannot set: the field of the job with the same effect, or empty if the
     replica itself sets the option."""
     unbuilt_options: Mapping[str, str] = field(default_factory=dict)
     """Options of the engine that replicas cannot run with yet, each with the reason. Pools of judges may use them."""
@@ -43,27 +43,27 @@ class EngineDescriptor:
     position_options: frozenset[str] = frozenset()
     """Options that change how many positions the model has."""
     memory_option: str = ""
-    """The option that says which share of a GPU the engine takes; empty where it takes what it needs."""
+    """The option that says which share of a GPU the engine takes; empty if it takes what it needs."""
     memory_share: float = 1.0
     """The share that it takes without that option."""
     context_option: str = ""
-    """The option that limits prompt and response together, tokens; empty where there is none."""
+    """The option that limits prompt and response together, tokens; empty if there is none."""
     preloaded: tuple[str, ...] = ()
     """Modules that a replica's launcher imports before it forks the replica. They must start neither a thread nor
     CUDA."""
     follower: str = ""
     """`module:class` of the `services.rollout.nodes.follower.EngineShare`, by which the engine's workers run on
-    further hosts; empty where the engine lies on one host."""
+    further hosts; empty if the engine lies on one host."""
     scoring: str = ""
     """`module:class` of the `services.rollout.engine.ScoringEngine`, by which the engine scores for a pool; empty
-    where it cannot."""
+    if it cannot."""
     replies: str = ""
-    """`module:class` of the `services.rollout.engine.ReplyEngine`, by which it replies for a pool; empty where it
+    """`module:class` of the `services.rollout.engine.ReplyEngine`, by which it replies for a pool; empty if it
     cannot."""
     takes_images: bool = False
     """Whether prompts may have images (`data.images`)."""
     other_problem: Callable[[], str] = field(default=lambda: "")
-    """Why the installed engine cannot run, with the fix; empty where it can."""
+    """Why the installed engine cannot run, with the fix; empty if it can."""
 
     def probe(self) -> Probe:
         """Whether the engine would run here. Imports no engine."""
@@ -92,15 +92,15 @@ class BackendDescriptor(Generic[Options]):
     """What with these options needs the micro-batches of a whole step before the first of them can be trained, in
     words; empty if nothing does."""
     check: str = ""
-    """`module:function`, called with the job spec at submission; raises InvalidJob. Empty where the options alone say
+    """`module:function`, called with the job spec at submission; raises InvalidJob. Empty if the options alone say
     all. The module must import neither torch nor the backend."""
     model_check: str = ""
     """A module that is run with the job spec on its standard input, and prints as JSON what is wrong with the model for
-    this backend: `millrace validate` runs it, where the backend's software is installed. Empty where `check` says
+    this backend: `millrace validate` runs it, if the backend's software is installed. Empty if `check` says
     all."""
     across_hosts: str = ""
     """`module:function`, called with the job spec and the `millrace.descriptors.Hosts` of the trainer; yields fields
-    that make ranks of different hosts exchange more than need be. Empty where there are none. Without torch."""
+    that make ranks of different hosts exchange more than need be. Empty if there are none. Without torch."""
     replays_experts: bool = False
     """Whether `algorithm.router_replay` can be used."""
     takes_images: bool = False

@@ -75,7 +75,7 @@ def all_equal(rewards: Sequence[float]) -> bool:
 
 
 def without_signal(rewards: Sequence[float]) -> Drop | None:
-    """Dynamic sampling: a group whose rewards are all equal is dropped, as every advantage in it is 0. None where the
+    """Dynamic sampling: a group whose rewards are all equal is dropped, as every advantage in it is 0. None if the
     group is kept."""
     if not rewards:
         return Drop(DropReason.NO_SIGNAL, "no sample was scored")

@@ -31,19 +31,19 @@ class Mistake:
     """One thing that is wrong in what a user wrote: a job spec, the body of a request, an option of a command."""
 
     field: str
-    """Path of the field, `trainer.optimizer.lr`; empty where no single field is wrong."""
+    """Path of the field, `trainer.optimizer.lr`; empty if no single field is wrong."""
     reason: str
     """Why it is wrong, without a full stop."""
     fix: str
     """What to write instead, with its full stop."""
     value: str = ""
-    """What was written, as JSON; empty where the field is missing or unknown."""
+    """What was written, as JSON; empty if the field is missing or unknown."""
     line: int = 0
-    """Line of the file that holds the field, or the level above a missing one; 0 where that is unknown."""
+    """Line of the file that holds the field, or the level above a missing one; 0 if that is unknown."""
 
     @property
     def what(self) -> str:
-        """`field: value: why.`, with the line after the field where it is known."""
+        """`field: value: why.`, with the line after the field if it is known."""
         place = f"{self.field} (line {self.line})" if self.line and self.field else self.field
         return f"{': '.join(part for part in (place, self.value, self.reason) if part)}."
 
@@ -71,11 +71,11 @@ class InvalidJob(MillraceError):
         self.mistakes = tuple(mistakes) or (Mistake("", what.removesuffix("."), fix),)
         """Everything that is wrong, each with its fix."""
         self.heading = ""
-        """The line above the mistakes; empty where there is none."""
+        """The line above the mistakes; empty if there is none."""
 
     @classmethod
     def of(cls, mistakes: Sequence[Mistake], heading: str = "") -> Self:
-        """One error for at least one mistake: a line each, indented under the `heading` where there is one."""
+        """One error for at least one mistake: a line each, indented under the `heading` if there is one."""
         if len(mistakes) == 1 and not heading:
             return cls(mistakes[0].what, mistakes[0].fix, mistakes)
         indent = "  " if heading else ""
@@ -145,7 +145,7 @@ class Untrusted(Unavailable):
     def __init__(self, what: str, fix: str = "", fault: str = "") -> None:
         super().__init__(what, fix)
         self.fault = fault
-        """A `TlsFault`; empty where the other side says it in words only."""
+        """A `TlsFault`; empty if the other side says it in words only."""
 
 
 class NonFinite(MillraceError):

@@ -57,7 +57,7 @@ class HubName:
     @classmethod
     def of_model(cls, text: str, field: str) -> Self | None:
         """The model that `text` names; None for a path. A relative path of a folder that exists is a path. Raises
-        InvalidJob about `field` where it begins with hf:// and names no model."""
+        InvalidJob about `field` if it begins with hf:// and names no model."""
         found = NAME.fullmatch(text.removeprefix(SCHEME).removeprefix("models/" if text.startswith(SCHEME) else ""))
         if found is not None and found["file"] is None and (text.startswith(SCHEME) or not os.path.exists(text)):
             return cls(found["repository"], _revision(found))
@@ -67,7 +67,7 @@ class HubName:
 
     @classmethod
     def of_file(cls, text: str, field: str) -> Self | None:
-        """The file of a data set that `text` names; None for a path. Raises InvalidJob about `field` where it begins
+        """The file of a data set that `text` names; None for a path. Raises InvalidJob about `field` if it begins
         with hf:// and names no file of a data set."""
         if not text.startswith(SCHEME):
             return None
@@ -91,7 +91,7 @@ class HubName:
 
 def pinned(spec: JobSpec) -> JobSpec:
     """The spec with the commit in every name, and with the files that match in the place of every pattern, as of now.
-    Raises InvalidJob with every name that cannot be used, and Unavailable where the hub does not answer."""
+    Raises InvalidJob with every name that cannot be used, and Unavailable if the hub does not answer."""
     mistakes: list[Mistake] = []
 
     def pin(name: HubName | None, field: str, text: str) -> list[str]:
@@ -110,10 +110,10 @@ def pinned(spec: JobSpec) -> JobSpec:
 
 def local(spec: JobSpec, *, weights: bool = False, data: bool = False, pool: str | None = None) -> JobSpec:
     """The spec with a path on this host for every name of a model, whose files are downloaded unless they are in the
-    cache: config and tokenizer, and the weights where they are asked for; those of a pool's model only for that `pool`.
+    cache: config and tokenizer, and the weights if they are asked for; those of a pool's model only for that `pool`.
     With `data` the same for data files.
 
-    Raises InvalidJob with every name that the hub refuses, and Unavailable where it does not answer.
+    Raises InvalidJob with every name that the hub refuses, and Unavailable if it does not answer.
     """
     mistakes: list[Mistake] = []
 
@@ -134,7 +134,7 @@ def local(spec: JobSpec, *, weights: bool = False, data: bool = False, pool: str
 
 def file_here(text: str, field: str) -> str:
     """The path on this host of a data file that is named by path or on the hub. Raises InvalidJob about `field`, and
-    Unavailable where the hub does not answer."""
+    Unavailable if the hub does not answer."""
     name = HubName.of_file(text, field)
     if name is not None:
         return _downloaded(name, field, weights=False)
@@ -162,7 +162,7 @@ def _collecting(change: Change, mistakes: list[Mistake]) -> Callable[[str, str],
 
 
 def _changed(spec: JobSpec, change_all: Callable[[str, str], list[str]]) -> JobSpec:
-    """The spec with the change of every field that may have a name. It is the same object where nothing changes."""
+    """The spec with the change of every field that may have a name. It is the same object if nothing changes."""
 
     def change(field: str, text: str) -> str:
         return change_all(field, text)[0]
@@ -211,7 +211,7 @@ def _pinned(name: HubName, field: str) -> HubName:
 
 def matching(path: str, field: str) -> list[str]:
     """The files that a path stands for: itself, or those that match it, in the order of their names, if it is an
-    absolute pattern. Raises InvalidJob where none does, or too many."""
+    absolute pattern. Raises InvalidJob if none does, or too many."""
     if not has_magic(path) or not Path(path).is_absolute() or Path(path).exists():
         return [path]
     found = sorted(found for found in iglob(path, recursive=True) if Path(found).is_file())
@@ -254,7 +254,7 @@ def _matching(name: HubName, field: str) -> list[HubName]:
 
 
 def _cached_commit(name: HubName) -> str:
-    """Raises LocalEntryNotFoundError where the cache does not know the revision."""
+    """Raises LocalEntryNotFoundError if the cache does not know the revision."""
     from huggingface_hub import snapshot_download
 
     kept = SMALL if name.file is None else (name.file,)
@@ -314,7 +314,7 @@ def _logged_progress() -> type[Any]:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What `huggingface_hub` raises where it cannot give a file."""
+    """What `huggingface_hub` raises if it cannot give a file."""
     from huggingface_hub import errors
 
     transport = [kind for kind in errors.HfHubHTTPError.__mro__ if issubclass(kind, Exception)]

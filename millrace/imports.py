@@ -94,7 +94,7 @@ def syntax_tree(path: Path) -> ast.Module:
     cannot be read.
 
     CPython 3.11 counts the depth of all trees that threads make at the same time in one place, and raises SystemError
-    now and then (python/cpython#106905). So one thread parses at a time here, and again where code of others parsed.
+    now and then (python/cpython#106905). So one thread parses at a time here, and again if code of others parsed.
     """
     source = path.read_bytes()
     with _ONE_AT_A_TIME:

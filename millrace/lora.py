@@ -204,7 +204,7 @@ class AskedAdapter:
         return cls(folder.options, folder)
 
     def naming(self, name: str, layers: Sequence[str]) -> Self:
-        """The same adapter, where `name` in the job means `layers`, if there are any."""
+        """The same adapter, if `name` in the job means `layers`, if there are any."""
         if not layers:
             return self
         lists = {"target_modules": self.options.target_modules, "exclude_modules": self.options.exclude_modules}
@@ -228,7 +228,7 @@ class AskedAdapter:
         `linear` are the layers that all-linear means, `named` further ones that may have an adapter, `others` those
         that never have one, `recurrent` those of `linear` inside a recurrence, which have none either. Raises
         InvalidJob for names that mean no layer, unless they are Megatron's (`absent` tells those), for names of
-        recurrent layers, and where no layer is left.
+        recurrent layers, and if no layer is left.
         """
         _check_none_recurrent(self.options, {end for name in recurrent for end in ends(name)})
         linear = [name for name in linear if name not in recurrent]
@@ -259,7 +259,7 @@ def recurrent_layers(modules: Mapping[str, object]) -> set[str]:
 
 
 def _check_none_recurrent(lora: Lora, recurrent_names: set[str]) -> None:
-    """Raises InvalidJob where the job names a layer inside a recurrent one."""
+    """Raises InvalidJob if the job names a layer inside a recurrent one."""
     asked = [] if isinstance(lora.target_modules, str) else lora.target_modules
     if named := sorted(recurrent_names.intersection(asked)):
         reason = f"{', '.join(named)} is in a {RECURRENT}, which has no adapter"

@@ -16,7 +16,7 @@ class Probe:
 
     ok: bool
     release: str
-    """The installed release; empty where none is installed."""
+    """The installed release; empty if none is installed."""
     why: str
     """Why it cannot run, with the fix; or a warning; or empty."""
 
@@ -40,7 +40,7 @@ class Software:
 
     @property
     def release(self) -> str:
-        """The installed release; empty where it is not installed."""
+        """The installed release; empty if it is not installed."""
         return next(iter(self._installed(self.distributions).values()), "")
 
     @property
@@ -67,7 +67,7 @@ class Software:
         return tested is None or any(public.startswith(f"{each}.") for each in tested)
 
     def release_warning(self, release: str) -> str:
-        """Why `release` may not work; empty where it lies between the oldest and the newest that were run."""
+        """Why `release` may not work; empty if it lies between the oldest and the newest that were run."""
         tested = self._tested_in_order()
         first, last = self.oldest_tested, tested[-1] if tested else ""
         if not tested or _numbers(first) <= _numbers(release)[: len(_numbers(first))] <= _numbers(last):
@@ -77,7 +77,7 @@ class Software:
 
     @property
     def oldest_tested(self) -> str:
-        """The oldest release that was run; empty where any release is accepted."""
+        """The oldest release that was run; empty if any release is accepted."""
         return next(iter(self._tested_in_order()), "")
 
     def _tested_in_order(self) -> list[str]:
@@ -89,7 +89,7 @@ class Software:
 
 
 def installed_release(package: str) -> str:
-    """The release of an installed package; empty where it is not installed."""
+    """The release of an installed package; empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -169,7 +169,7 @@ def _weighted_once(algorithm: Algorithm, entries: Entries) -> Iterator[Mistake]:
 
 
 def _correction_options(algorithm: Algorithm, entries: Entries) -> Iterator[Mistake]:
-    """The bounds of a weight are in order, and there are weights to normalise where that is asked for."""
+    """The bounds of a weight are in order, and there are weights to normalise if that is asked for."""
     for _, choice, field in chosen(algorithm):
         floor, cap = choice.options.get("floor"), choice.options.get("cap")
         if isinstance(floor, int | float) and isinstance(cap, int | float) and floor > cap:
@@ -183,7 +183,7 @@ def _correction_options(algorithm: Algorithm, entries: Entries) -> Iterator[Mist
 
 
 def _cut_distribution(spec: JobSpec, entries: Entries) -> Iterator[Mistake]:
-    """The engine's log-probabilities are compared with the trainer's only where both are over all tokens."""
+    """The engine's log-probabilities are compared with the trainer's only if both are over all tokens."""
     rollout, algorithm = spec.rollout, spec.algorithm
     compared = {
         "leave algorithm.correction out": bool(algorithm.corrections),

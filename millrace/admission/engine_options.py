@@ -1,5 +1,5 @@
-"""Checks of `rollout.engine_options` where a job is submitted. No engine is imported: the names and types of its
-options are read from the source of its class of options, where the engine is installed."""
+"""Checks of `rollout.engine_options` when a job is submitted. No engine is imported: the names and types of its
+options are read from the source of its class of options, if the engine is installed."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ class KnownOption:
     """An option of an engine."""
 
     kinds: frozenset[str]
-    """Names of the plain types that it takes, out of KINDS; empty where it takes others, or that is unknown."""
+    """Names of the plain types that it takes, out of KINDS; empty if it takes others, or that is unknown."""
 
 
 def mistakes_of(engine_options: Mapping[str, Any]) -> Iterator[Mistake]:
@@ -50,7 +50,7 @@ def mistakes_of(engine_options: Mapping[str, Any]) -> Iterator[Mistake]:
 
 
 def known_options(engine: str) -> Mapping[str, KnownOption] | None:
-    """The options of an engine by name; None where it is not installed."""
+    """The options of an engine by name; None if it is not installed."""
     place, _, name = ENGINES[engine].options_class.partition(":")
     try:
         file = source_file(Target(place, name))
@@ -107,7 +107,7 @@ def _kind(value: Any) -> str:
 
 @cache
 def _fields(file: Path, class_name: str) -> Mapping[str, KnownOption] | None:
-    """The annotated fields of a class in a file, and of its bases there; None where the file has no such class."""
+    """The annotated fields of a class in a file, and of its bases there; None if the file has no such class."""
     classes = {node.name: node for node in syntax_tree(file).body if isinstance(node, ast.ClassDef)}
     if class_name not in classes:
         return None

@@ -62,7 +62,7 @@ def with_output(spec: JobSpec, job_id: JobId | None = None) -> JobSpec:
 
 
 def left_checkpoints(output: str, others: Sequence[str] = ()) -> Iterator[Mistake]:
-    """A mistake where the folder holds checkpoints. `others` are more ways to correct it."""
+    """A mistake if the folder holds checkpoints. `others` are more ways to correct it."""
     checkpoints = Path(output) / "checkpoints"
     if os.path.isdir(checkpoints) and any(checkpoints.glob("step-*")):
         reason = f"{checkpoints} holds checkpoints of an earlier job, which this one would replace"
@@ -115,7 +115,7 @@ def _keep_inside(spec: JobSpec) -> None:
 
 
 def _outside(spec: JobSpec) -> Iterator[Mistake]:
-    """Paths that lead out of the folders of MILLRACE_ROOTS, where that is set, also by symbolic links. Names on the hub
+    """Paths that lead out of the folders of MILLRACE_ROOTS, if that is set, also by symbolic links. Names on the hub
     are no paths."""
     allowed = roots()
     for field, path, function in _paths(spec):
@@ -138,7 +138,7 @@ def _too_long(spec: JobSpec) -> Iterator[Mistake]:
 
 
 def _paths(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
-    """Each field that names a file or folder, its path, and `:function` where a function in the file is named."""
+    """Each field that names a file or folder, its path, and `:function` if a function in the file is named."""
     yield "output", spec.output, ""
     yield "model.path", spec.model.path, ""
     if spec.model.weights is not None:
@@ -275,7 +275,7 @@ def _rest(spec: JobSpec) -> Iterator[Mistake]:
 
 
 def check_webhook(webhook: Webhook, field: str) -> None:
-    """Raises InvalidJob where the webhook may not be called, or a secret of it is not there."""
+    """Raises InvalidJob if the webhook may not be called, or a secret of it is not there."""
     url = webhook.url
     if not url.startswith("http"):
         url = secret_of_job(url, f"{field}.url").get_secret_value()
@@ -309,7 +309,7 @@ def _output(folder: Path) -> None:
 
 
 def _nearest_existing(folder: Path) -> Path:
-    """The folder itself, or the nearest above it that exists. Raises NotADirectoryError where that is a file."""
+    """The folder itself, or the nearest above it that exists. Raises NotADirectoryError if that is a file."""
     found = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not found.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, f"{found} is not a folder")

@@ -70,7 +70,7 @@ class RewardTrial:
         truth = row.ground_truth
         answer = _truth_as_answer(row)
         if any(term.function == "reasoning_gym" for term in self._terms):
-            answer = f"<answer>{answer}</answer>"  # where its prompts ask for the answer
+            answer = f"<answer>{answer}</answer>"  # if its prompts ask for the answer
         common = {"row": row.index, "data_source": row.data_source, "answer": answer}
         return {**common, "ground_truth": truth, "extra_info": row.extra_info}
 

@@ -20,7 +20,7 @@ class Fsdp2Options(StrictModel):
     """What `trainer.backend_options` may hold for this backend."""
 
     attention: Literal["auto", "varlen", "segments", "flash_attention_2", "sdpa"] = "auto"
-    """auto: flash_attention_2 where flash-attn is installed; else varlen (torch's kernel for packed sequences: GPUs,
+    """auto: flash_attention_2 if flash-attn is installed; else varlen (torch's kernel for packed sequences: GPUs,
     bfloat16 or float16); else segments (torch's causal kernels on unpacked sequences). sdpa builds the block-diagonal
     mask of the whole micro-batch: for models whose attention takes no other."""
     compile_layers: bool | None = None

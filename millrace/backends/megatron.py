@@ -24,7 +24,7 @@ TESTED_DEEPEP = "1.2.1"
 
 @functools.cache
 def deepep_obstacle() -> str | None:
-    """Why DeepEP cannot be used in this process; None where it can. Imports torch, and DeepEP where there is a GPU."""
+    """Why DeepEP cannot be used in this process; None if it can. Imports torch, and DeepEP if there is a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -62,7 +62,7 @@ class Experts(StrictModel):
     """Mixture-of-experts layers."""
 
     dispatcher: Literal["auto", "alltoall", "deepep"] = "auto"
-    """auto: DeepEP where it is installed, works with this GPU and expert_parallel stays within a host, else
+    """auto: DeepEP if it is installed, works with this GPU and expert_parallel stays within a host, else
     alltoall."""
     load_balancing: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
     """An auxiliary loss pulls the router away from what the reward asks for, so it is off unless asked for."""
@@ -91,7 +91,7 @@ class MegatronOptions(StrictModel):
     """Model chunks on each pipeline stage (the interleaved schedule)."""
     first_stage_layers: int | None = Field(None, ge=1, le=MOST_LAYERS)
     last_stage_layers: int | None = Field(None, ge=1, le=MOST_LAYERS)
-    """Layers on the first and the last stage where they differ from the others, which share the rest evenly."""
+    """Layers on the first and the last stage if they differ from the others, which share the rest evenly."""
     context_parallel: int = Field(1, ge=1, le=MOST_RANKS)
     expert_parallel: int = Field(1, ge=1, le=MOST_RANKS)
     expert_tensor_parallel: int | None = Field(None, ge=1, le=MOST_RANKS)

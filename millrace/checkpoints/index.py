@@ -150,7 +150,7 @@ def _chunk(key: str, chunk: Any, places: Mapping[tuple[str, tuple[int, ...]], An
 
 
 def _check_files(folder: Path, field: str, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raises InvalidJob where a file is missing or too short."""
+    """Raises InvalidJob if a file is missing or too short."""
     ends: dict[str, tuple[int, str]] = {}
     for tensor in tensors.values():
         for chunk in tensor.chunks:
@@ -179,7 +179,7 @@ class Part:
     stored: tuple[int, ...]
     """First index of the box in the stored tensor."""
     along: tuple[int | None, ...]
-    """For each dimension of the stored tensor, the dimension of the model's tensor that runs along it; None where the
+    """For each dimension of the stored tensor, the dimension of the model's tensor that runs along it; None if the
     box has one element there."""
 
 

@@ -34,7 +34,7 @@ SAME = {
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
-"""Norms of Megatron's own layers, and what they are called where they belong to the linear layer after them."""
+"""Norms of Megatron's own layers, and what they are called if they belong to the linear layer after them."""
 Leading = tuple[tuple[int, int], ...]
 """Index and size of each dimension along which parameters are stacked: layers, experts."""
 
@@ -52,7 +52,7 @@ class _Place:
 
 
 def located(index: CheckpointIndex, shape: ModelShape) -> dict[str, Located]:
-    """The tensors of the model folder that the checkpoint has. Raises InvalidJob where one has another shape than the
+    """The tensors of the model folder that the checkpoint has. Raises InvalidJob if one has another shape than the
     config says."""
     prefix = _prefix(index)
     parts: dict[str, list[Part]] = defaultdict(list)
@@ -71,7 +71,7 @@ def located(index: CheckpointIndex, shape: ModelShape) -> dict[str, Located]:
 
 
 def _check_unread(index: CheckpointIndex, prefix: str, taken: Set[str]) -> None:
-    """Raises InvalidJob where the checkpoint has tensors of the decoder that the model of the config does not take."""
+    """Raises InvalidJob if the checkpoint has tensors of the decoder that the model of the config does not take."""
     ours, twice = tuple(prefix + start for start in MODEL), (*SAME, *SAME.values())  # a norm may have both its names
     unread = (key for key in index.tensors if key.startswith(ours) and key not in taken and EXTRA not in key)
     left = sorted(key for key in unread if not key.endswith(twice))
@@ -81,7 +81,7 @@ def _check_unread(index: CheckpointIndex, prefix: str, taken: Set[str]) -> None:
 
 
 def _prefix(index: CheckpointIndex) -> str:
-    """What all keys of the model begin with. Raises InvalidJob where there is no model."""
+    """What all keys of the model begin with. Raises InvalidJob if there is no model."""
     ends = [key.removesuffix(EMBEDDING) for key in index.tensors if key.endswith(EMBEDDING)]
     if not ends:
         held = ", ".join(sorted(index.tensors)[:3]) or "none"
@@ -95,7 +95,7 @@ def _prefix(index: CheckpointIndex) -> str:
 def _places(
     index: CheckpointIndex, shape: ModelShape, prefix: str, parameter: str, placement: Placement
 ) -> Iterator[tuple[Piece, _Place]]:
-    """Where the pieces of a parameter are; none where the checkpoint lacks it."""
+    """Where the pieces of a parameter are; none if the checkpoint lacks it."""
     for key, leading in _keys(parameter, shape):
         tensor = index.tensors.get(prefix + key)
         if tensor is not None and len(tensor.shape) == len(leading) + len(placement.shape):
@@ -136,7 +136,7 @@ def _keys_in_layer(name: str, shape: ModelShape) -> Iterator[tuple[str, Leading]
 
 
 def _check_shape(index: CheckpointIndex, place: _Place, *, padded: bool) -> None:
-    """Raises InvalidJob where the stored tensor is not the one that the config asks for. A padded vocabulary may have
+    """Raises InvalidJob if the stored tensor is not the one that the config asks for. A padded vocabulary may have
     any number of rows from the model's own on."""
     found, wanted = place.tensor.shape, (*(size for _, size in place.leading), *place.shape)
     if padded:

@@ -24,7 +24,7 @@ RENAMED = ("mixtral", "qwen2_5_vl")
 
 
 def checkpoint_folder(folder: Path, weights: Path | None) -> Path | None:
-    """The distributed checkpoint from which the model in `folder` is read: `weights`, or the folder itself. None where
+    """The distributed checkpoint from which the model in `folder` is read: `weights`, or the folder itself. None if
     it is read from the folder's safetensors."""
     if weights is not None:
         return weights
@@ -62,7 +62,7 @@ def located(index: CheckpointIndex, folder: Path) -> Mapping[str, Located]:
 
 
 def check_checkpoint(folder: Path, weights: Path | None, field: str = FIELD) -> None:
-    """Raises InvalidJob where the model in `folder` is read from a distributed checkpoint that lacks a file or a
+    """Raises InvalidJob if the model in `folder` is read from a distributed checkpoint that lacks a file or a
     tensor, or has a tensor of another shape than the config says. Where the architecture's names are not known here,
     the trainer tells which tensor is missing."""
     source = checkpoint_folder(folder, weights)
@@ -82,7 +82,7 @@ def check_checkpoint(folder: Path, weights: Path | None, field: str = FIELD) -> 
 
 
 def _expected(folder: Path, megatron: bool) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of the model in `folder`, where they are known without building it."""
+    """Names and shapes of the tensors of the model in `folder`, if they are known without building it."""
     kind = _model_type(folder)
     if kind not in ARCHITECTURES or (kind in RENAMED and not megatron):
         return {}
@@ -94,7 +94,7 @@ def _expected(folder: Path, megatron: bool) -> dict[str, tuple[int, ...]]:
 
 
 def _model_type(folder: Path) -> str:
-    """Raises InvalidJob where there is no config."""
+    """Raises InvalidJob if there is no config."""
     try:
         return str(json.loads((folder / "config.json").read_text()).get("model_type"))
     except (OSError, ValueError, AttributeError) as error:

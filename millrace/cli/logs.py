@@ -42,7 +42,7 @@ def logs(
     member.
 
     The logs are the files in STATE/logs. A member, named by its id as `millrace fleet` lists it, is asked through the
-    coordinator, on whichever host it runs, and has its last 200 lines; so has `coordinator` where there is no file.
+    coordinator, on whichever host it runs, and has its last 200 lines; so has `coordinator` if there is no file.
     """
     folder = state.resolve() / "logs"
     files = _files(folder, service)

@@ -107,7 +107,7 @@ def plan(
 
 
 def _search(request: "Request", smallest: bool, as_json: bool) -> None:
-    """Prints the layouts that fit. Raises InvalidJob where none does."""
+    """Prints the layouts that fit. Raises InvalidJob if none does."""
     from millrace.errors import refused
     from millrace.planner import search, text
 
@@ -135,7 +135,7 @@ def _job(path: Path, settings: Settings) -> "JobSpec":
 
 
 def _gpus(job: "JobSpec", engine: str, trainer: int | None, rollout: int | None) -> tuple[int, int]:
-    """GPUs of trainer and replicas; where they are not given, the fewest that the job's options allow."""
+    """GPUs of trainer and replicas; if they are not given, the fewest that the job's options allow."""
     from millrace.engines import ENGINES
     from millrace.errors import NotFound
     from millrace.memory.prediction import fewest_ranks

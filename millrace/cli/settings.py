@@ -38,7 +38,7 @@ class Variant:
     """One job of a sweep."""
 
     suffix: str
-    """Says which values it has, for its name: `lr-1e-6.seed-1`. Empty where there is only one job."""
+    """Says which values it has, for its name: `lr-1e-6.seed-1`. Empty if there is only one job."""
     changes: dict[str, Any]
 
 

@@ -45,7 +45,7 @@ STEPS = 10
 EXTRA_TIMES = ("timing_s/testing", "timing_s/save_checkpoint")
 """Time between two steps that is not part of either."""
 MOST_MEMBERS = 500
-"""Members that are listed where the height of a terminal does not limit them."""
+"""Members that are listed if the height of a terminal does not limit them."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Pace:
     tokens_per_s: float
     """Tokens that the trainer gets through in a second, waiting included."""
     left_s: float | None
-    """Seconds until the last step at this pace; None where the number of steps is not known."""
+    """Seconds until the last step at this pace; None if the number of steps is not known."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def frame(client: Client) -> Frame:
 
 
 def pace(job: JobSummary, rows: list[StepMetrics]) -> Pace | None:
-    """The pace of the job's last steps; None where no step has its duration yet."""
+    """The pace of the job's last steps; None if no step has its duration yet."""
     timed = [row.values for row in rows if STEP_SECONDS in row.values]
     if not timed:
         return None

@@ -82,7 +82,7 @@ def validate(
 
 
 def _memory(spec: "JobSpec", gpu_memory_gib: float, trainer_gpus: int | None, engine: str) -> Iterable[str]:
-    """The lines of `--memory`. Raises InvalidJob where the model's config cannot be read, NotFound for an engine that
+    """The lines of `--memory`. Raises InvalidJob if the model's config cannot be read, NotFound for an engine that
     does not exist, and InvalidState for a number of GPUs that the options do not allow."""
     from millrace.engines import ENGINES
     from millrace.memory import text
@@ -98,7 +98,7 @@ def _memory(spec: "JobSpec", gpu_memory_gib: float, trainer_gpus: int | None, en
 
 
 def _progress(things: Iterable[Any], what: str, count: int) -> Iterable[Any]:
-    """Passes `things` on, with a bar on a terminal where there are many."""
+    """Passes `things` on, with a bar on a terminal if there are many."""
     from rich.console import Console
     from rich.progress import track
 

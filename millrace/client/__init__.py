@@ -197,12 +197,12 @@ class Client(Connection):
 
     def log(self, member_id: str, lines: int = 200) -> LogView:
         """The newest lines, at most 200, that a member has logged; `coordinator` names the coordinator itself. Raises
-        NotFound, and Unavailable where the member does not answer."""
+        NotFound, and Unavailable if the member does not answer."""
         return self._view(LogView, "GET", f"/v1/fleet/{member_id}/log?lines={lines}")
 
     def test_webhooks(self, job_id: str | None = None) -> list[WebhookResult]:
         """Sends a test message to each webhook of a job, or to that of the coordinator. Raises NotFound, and
-        InvalidState where there is none."""
+        InvalidState if there is none."""
         path = "/v1/webhooks/test" if job_id is None else f"/v1/jobs/{job_id}/webhooks/test"
         answer = self._ask("POST", path)
         with self._parsing():

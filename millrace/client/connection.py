@@ -174,7 +174,7 @@ class Connection:
             wait_s = min(2 * wait_s, 1.0)
 
     def _unauthorized(self) -> errors.InvalidState:
-        """The error where the coordinator refuses the token."""
+        """The error if the coordinator refuses the token."""
         fix = "set MILLRACE_TOKEN, or MILLRACE_TOKEN_FILE, to the secret that the coordinator was started with."
         if not self._secret():
             return errors.InvalidState(f"MILLRACE_TOKEN: is not set, and {self.url} asks for a token.", fix)

@@ -27,15 +27,15 @@ class Rendered:
     """A prompt as tokens."""
 
     token_ids: list[int]
-    """Empty where the prompt is dropped."""
+    """Empty if the prompt is dropped."""
     dropped: Drop | None = None
-    """Why the prompt is dropped; None where it is not."""
+    """Why the prompt is dropped; None if it is not."""
     cut: int = 0
     """Number of tokens that were cut off."""
     images: tuple[Any, ...] = ()
     """Its images, opened."""
     short_ids: tuple[int, ...] = ()
-    """The tokens with one for each image; empty where there are no images."""
+    """The tokens with one for each image; empty if there are no images."""
 
 
 def render(
@@ -52,7 +52,7 @@ def render(
     Messages go through the chat template with `chat_template_options`, plain text is encoded as it is. `truncate_left`
     cuts at the beginning, `truncate_right` at the end, `truncate_middle` in the middle. `pictures` takes the images of
     rows that have some: such a prompt has as many tokens for each as the model sees of it, and is never cut. Raises
-    BadRow where the tokenizer or its template refuses the row, or an image cannot be used.
+    BadRow if the tokenizer or its template refuses the row, or an image cannot be used.
     """
     token_ids = _tokens(row, tokenizer, chat_template_options or {})
     if not token_ids:

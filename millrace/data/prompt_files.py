@@ -23,14 +23,14 @@ class RowFile(Protocol):
 
     @property
     def columns(self) -> Sequence[str]:
-        """Names of the columns. Raises BadRow where the first row, which has them, cannot be read."""
+        """Names of the columns. Raises BadRow if the first row, which has them, cannot be read."""
 
     def fitted(self, layout: Layout) -> Layout:
         """The layout for the types of this file, which reads rows by it from now on. Raises InvalidJob for a column of
         a type that no valid row can have."""
 
     def raw(self, row: int) -> Any:
-        """The row as the file holds it, in plain Python types. Raises BadRow where it cannot be read."""
+        """The row as the file holds it, in plain Python types. Raises BadRow if it cannot be read."""
 
     def place(self, row: int) -> str:
         """The file and the row, for errors."""
@@ -135,7 +135,7 @@ def _mistake(field: str, error: BadRow) -> Mistake:
 
 
 def _open_formats(paths: Sequence[str], field: str) -> list[RowFile]:
-    """The opened files. The library of a format is imported only where a file has that format."""
+    """The opened files. The library of a format is imported only if a file has that format."""
     files: list[RowFile] = []
     cache = None
     for path in paths:

@@ -31,8 +31,8 @@ class BlockScales:
 
 
 def block_scales(config: Mapping[str, Any], folder: Path, field: str = "model.path") -> BlockScales | None:
-    """The format of the quantized weights in `folder`, whose config.json is `config`; None where they are not
-    quantized. Raises InvalidJob about `field`, with the name of the method, where they cannot be read."""
+    """The format of the quantized weights in `folder`, whose config.json is `config`; None if they are not
+    quantized. Raises InvalidJob about `field`, with the name of the method, if they cannot be read."""
     stated = config.get(KEY)
     if stated is None:
         if (name := _other_method(config, folder)) is not None:
@@ -53,7 +53,7 @@ def block_scales(config: Mapping[str, Any], folder: Path, field: str = "model.pa
 
 
 def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the same model with unquantized weights, in bfloat16 where `config` names no other dtype."""
+    """The config of the same model with unquantized weights, in bfloat16 if `config` names no other dtype."""
     rest = {key: value for key, value in config.items() if key != KEY}
     if len(rest) == len(config):
         return rest

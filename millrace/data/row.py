@@ -79,7 +79,7 @@ def _read(index: int, row: Values, layout: Layout, reading: Reading) -> PromptRo
 def _prompt(
     row: Values, layout: Layout, images: RowImages, prompt_format: PromptFormat
 ) -> tuple[list[Message] | str, Message | None]:
-    """The prompt, and the last answer of the assistant where that is not part of it. Raises BadRow."""
+    """The prompt, and the last answer of the assistant if that is not part of it. Raises BadRow."""
     column, value = layout.prompt, row.required(layout.prompt)
     if isinstance(value, str):
         if not value:

@@ -41,15 +41,15 @@ class SharedCopy:
     _lock: int
 
     def release(self) -> None:
-        """Ends the use. The copy is removed where no other process uses it."""
+        """Ends the use. The copy is removed if no other process uses it."""
         _remove_unused(self.path, self._lock)
         os.close(self._lock)
 
 
 def in_shared_memory(spec: JobSpec) -> tuple[JobSpec, list[SharedCopy]]:
-    """The spec with the paths of copies in place of its model folders, where it asks for that, and the copies, which
-    the caller releases. Raises InvalidJob where a folder cannot be read, where there is no room, or where this user
-    cannot have shared memory for itself; Unavailable where another process takes too long."""
+    """The spec with the paths of copies in place of its model folders, if it asks for that, and the copies, which
+    the caller releases. Raises InvalidJob if a folder cannot be read, if there is no room, or if this user
+    cannot have shared memory for itself; Unavailable if another process takes too long."""
     if not spec.model.use_shm:
         return spec, []
     critic, copies = spec.algorithm.critic, dict[str, SharedCopy]()
@@ -184,7 +184,7 @@ def _copy(files: list[Path], path: Path) -> None:
 
 
 def _remove_unused(path: Path, lock: int) -> None:
-    """Removes the copy where no other process holds its lock. The caller's own lock ends."""
+    """Removes the copy if no other process holds its lock. The caller's own lock ends."""
     if _try_lock(lock, fcntl.LOCK_EX):
         shutil.rmtree(path, ignore_errors=True)
         shutil.rmtree(path.with_name(f"{path.name}.partial"), ignore_errors=True)

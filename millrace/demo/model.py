@@ -112,7 +112,7 @@ class WarmUp:
 
 
 def made_model(folder: Path, warm_up: WarmUp) -> Path:
-    """`folder` as a Hugging Face model folder; made only where it does not hold this very model yet."""
+    """`folder` as a Hugging Face model folder; made only if it does not hold this very model yet."""
     recipe = folder / "recipe.json"
     if recipe.is_file() and json.loads(recipe.read_text()) == asdict(warm_up):
         return folder
@@ -150,7 +150,7 @@ def random_model(tokenizer: PreTrainedTokenizerFast, size: Size = "small", famil
 def warmed(tokenizer: PreTrainedTokenizerFast, warm_up: WarmUp) -> PreTrainedModel:
     """The model after the supervised run; the same seed gives the same weights on the same machine.
 
-    Raises RuntimeError where it does not get there within `max_steps`.
+    Raises RuntimeError if it does not get there within `max_steps`.
     """
     torch.set_num_threads(1)  # the model is so small that threads would mostly wait for each other
     torch.manual_seed(warm_up.seed)

@@ -153,7 +153,7 @@ def model_folder(
 
 
 def _folder(what: str, seed: int, size: str = "small", task: str = "reverse", family: str = "qwen3") -> str:
-    """The folder's name: what it holds, then task, size and family where they are not the default, then the seed."""
+    """The folder's name: what it holds, then task, size and family if they are not the default, then the seed."""
     others = [value for value, usual in ((task, "reverse"), (size, "small"), (family, "qwen3")) if value != usual]
     return "-".join([what, *others, str(seed)])
 

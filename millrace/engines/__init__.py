@@ -1,6 +1,6 @@
 """The engines: one file each with what is known of it without importing it.
 
-`rollout.engine_options` are checked where a job is submitted as far as that goes without the engine, and by each
+`rollout.engine_options` are checked when a job is submitted as far as that goes without the engine, and by each
 replica for the rest.
 """
 
@@ -35,7 +35,7 @@ def mistakes_of(engine_options: Mapping[str, Any]) -> Iterator[Mistake]:
 
 def reserved_option(option: str, instead: str, field: str = FIELD) -> Mistake:
     """The mistake of setting an option of `field` that a job cannot set. `instead` is the field of the job that has the
-    same effect; empty where there is none."""
+    same effect; empty if there is none."""
     fix = f"set {instead} instead." if instead else "remove it: the replica sets it."
     return Mistake(f"{field}.{option}", "a job cannot set this option", fix)
 

@@ -11,7 +11,7 @@ ENTRY_POINT = "millrace_cpu_weights"
 
 
 def plugin_missing() -> str:
-    """Why vLLM's processes would not run Millrace's entry point; empty where they would."""
+    """Why vLLM's processes would not run Millrace's entry point; empty if they would."""
     if any(entry.name == ENTRY_POINT for entry in importlib.metadata.entry_points(group="vllm.general_plugins")):
         return ""
     return f"millrace's entry point {ENTRY_POINT} is not installed: uv pip install -e . in the checkout, then restart."

@@ -9,7 +9,7 @@ from millrace.environments.tools import tool
 
 Message = Mapping[str, Any]
 """`role` and `content`. A message of the policy also has `stop_reason`, and `reasoning_content` and `tool_calls` (as
-OpenAI's chat completions have them) where the renderer found such."""
+OpenAI's chat completions have them) if the renderer found such."""
 Step = tuple[Sequence[Message] | str, float | None, bool]
 """What follows a turn: messages to the policy (text is one message of the user), the reward of the turn or None, and
 whether the episode is over."""
@@ -18,7 +18,7 @@ __all__ = ["Environment", "Message", "Row", "Step", "ToolResult", "tool"]
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a tool may return where it says more than its content."""
+    """What a tool may return if it says more than its content."""
 
     content: Any
     """Text, or what can be written as JSON."""
@@ -57,7 +57,7 @@ class Environment:
 
     async def score(self) -> float | Mapping[str, Any] | None:
         """Reward at the end of the episode, however it ended: a number, or a mapping with `score` and further values.
-        It is added to the rewards of the turns. None: 0 where `step` gave a reward, and otherwise the reward function
+        It is added to the rewards of the turns. None: 0 if `step` gave a reward, and otherwise the reward function
         scores the last turn."""
         return None
 

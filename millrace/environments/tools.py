@@ -49,7 +49,7 @@ class Tool:
         return {"type": "function", "function": described}
 
     def call(self, environment: Any, arguments: Mapping[str, Any]) -> Any:
-        """What the method of `environment` returns, to be awaited where it is awaitable."""
+        """What the method of `environment` returns, to be awaited if it is awaitable."""
         return getattr(environment, self.name)(**arguments)
 
     def checked(self, given: Any) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Offered(Protocol):
         """The arguments that the policy gave. Raises BadArguments."""
 
     def call(self, environment: Any, arguments: Mapping[str, Any]) -> Any:
-        """What the tool returns, to be awaited where it is awaitable."""
+        """What the tool returns, to be awaited if it is awaitable."""
 
 
 def tools_of(environment: type, options: Mapping[str, Any]) -> Mapping[str, Offered]:

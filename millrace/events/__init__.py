@@ -161,7 +161,7 @@ class Event(BaseModel):
     @computed_field  # type: ignore[prop-decorator]  # mypy has no decorated properties (python/mypy#1362)
     @property
     def kind(self) -> EventKind | str:
-        """Which payload this is; plain text where the coordinator is of another release."""
+        """Which payload this is; plain text if the coordinator is of another release."""
         return self.data.kind
 
     @model_validator(mode="before")

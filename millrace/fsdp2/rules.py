@@ -53,7 +53,7 @@ def _models(spec: JobSpec) -> Iterator[tuple[str, str]]:
 
 
 def _config(path: str, field: str) -> dict[str, Any]:
-    """The config of a folder's text part; empty where it cannot be read, which the check of the folder tells."""
+    """The config of a folder's text part; empty if it cannot be read, which the check of the folder tells."""
     try:
         return text_config(Path(path), field)
     except InvalidJob:

@@ -44,7 +44,7 @@ def check(options: Fsdp2Options, config: Mapping[str, Any]) -> None:
 
 
 def check_role(policy: int, own: Fsdp2Options, role: Role) -> None:
-    """Raises InvalidJob where a role cannot have its own size beside that of the policy."""
+    """Raises InvalidJob if a role cannot have its own size beside that of the policy."""
     if broken := list(_not_shared(policy, own, role)):
         raise InvalidJob.of(broken)
 

@@ -64,7 +64,7 @@ class RowImages:
         return self._add(place, found.get("url") if isinstance(found, Mapping) and "url" in found else found)
 
     def check_all_used(self) -> None:
-        """Raises BadRow where the column has more images than the prompt has places."""
+        """Raises BadRow if the column has more images than the prompt has places."""
         if self._given:
             reason = f"has {len(self._given)} more images than the prompt has places for"
             raise self._row.bad(self._column, reason, f"write {MARK} where each of them stands in the text.")
@@ -78,7 +78,7 @@ class RowImages:
         return self._add(f"{self._column}[{number}]", value)
 
     def _check_allowed(self, place: str) -> None:
-        """Raises BadRow where prompts have no images."""
+        """Raises BadRow if prompts have no images."""
         if self._most is None:
             fix = "set data.images in the job, or write {type: text, text}."
             raise self._row.bad(place, "is an image, and prompts of this job are text only", fix)

@@ -2,7 +2,7 @@
 
 A content is text or a list of parts of text and images; it may be null in a message that calls tools. The arguments of
 such a call are an object, or an object as JSON text, as OpenAI's API has them. Chat templates get text, parts of text
-and images where there are images, and objects.
+and images if there are images, and objects.
 """
 
 import json
@@ -20,7 +20,7 @@ class Message(TypedDict):
 
     role: str
     content: str | list[dict[str, Any]] | None
-    """A list of parts where the message has images; None only beside `tool_calls`."""
+    """A list of parts if the message has images; None only beside `tool_calls`."""
     name: NotRequired[str]
     tool_calls: NotRequired[list[dict[str, Any]]]
 
@@ -75,7 +75,7 @@ def _message(row: Values, column: str, message: Any, images: RowImages) -> Messa
 
 
 def _content(row: Values, column: str, content: Any, images: RowImages) -> str | list[dict[str, Any]]:
-    """Text, or a list of parts where there are images."""
+    """Text, or a list of parts if there are images."""
     if isinstance(content, str):
         return images.split(content)
     if not isinstance(content, list | tuple):

@@ -40,7 +40,7 @@ class VerlTool:
         return dict(fields)
 
     def checked(self, given: Any) -> dict[str, Any]:
-        """The arguments as they are: verl's tools check them. Raises BadArguments where they are no object."""
+        """The arguments as they are: verl's tools check them. Raises BadArguments if they are no object."""
         if not isinstance(given, Mapping):
             raise BadArguments(f"the arguments of {self.name} are not an object with the parameters' names")
         return dict(given)

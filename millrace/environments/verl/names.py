@@ -1,6 +1,6 @@
 """What tools and interactions import of verl, for hosts without it: the base classes, and the types of their schemas.
 
-`offer()` makes these known under verl's names where verl is not installed.
+`offer()` makes these known under verl's names if verl is not installed.
 """
 
 import importlib.util
@@ -70,7 +70,7 @@ class BaseTool:
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The description of the tool, where the file has none."""
+        """The description of the tool, if the file has none."""
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
