@@ -9,7 +9,7 @@ from millrace.errors import Unavailable
 
 
 def check_free(ports: Mapping[str, int]) -> None:
-    """Raises Unavailable, naming the option, where one of `ports` (option → port) is taken."""
+    """Raises Unavailable, naming the option, if one of `ports` (option → port) is taken."""
     for option, port in ports.items():
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

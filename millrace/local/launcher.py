@@ -57,8 +57,8 @@ def stand_by() -> None:
 class Launcher:
     """The processes of one service on this host, from start to end.
 
-    They live and end together: where one ends with a failure, the others are killed, and all are started anew. They are
-    started anew also where they ended in order and neither this process nor `millrace drain` has told them to.
+    They live and end together: if one ends with a failure, the others are killed, and all are started anew. They are
+    started anew also if they ended in order and neither this process nor `millrace drain` has told them to.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Launcher:
         self._stopping = False
 
     def run(self) -> int:
-        """Returns the exit status: 0 where the processes were drained, 1 where they ended too often."""
+        """Returns the exit status: 0 if the processes were drained, 1 if they ended too often."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         with (
@@ -101,7 +101,7 @@ class Launcher:
         return 0
 
     def _live(self) -> str:
-        """One life of the processes. Answers how the first of them failed; empty where all ended in order."""
+        """One life of the processes. Answers how the first of them failed; empty if all ended in order."""
         self._running = self._processes()
         self._life.unlink(missing_ok=True)
         try:
@@ -154,7 +154,7 @@ class Launcher:
 
 
 UNKNOWN = 255
-"""The exit status of all processes where the one that forked them was killed, whether they have ended or not."""
+"""The exit status of all processes if the one that forked them was killed, whether they have ended or not."""
 
 
 def _how(status: int | None) -> str:

@@ -97,7 +97,7 @@ def joined(folder: Path) -> bool:
 
 
 def _written() -> int:
-    """Bytes on this process' standard error, which its children share, where that is a file."""
+    """Bytes on this process' standard error, which its children share, if that is a file."""
     with contextlib.suppress(OSError):
         status = os.fstat(2)
         return status.st_size if stat.S_ISREG(status.st_mode) else 0
@@ -105,7 +105,7 @@ def _written() -> int:
 
 
 def _tail(begin: int) -> list[str]:
-    """The last lines on the standard error since the byte `begin`, without the log's ordinary ones; none where the
+    """The last lines on the standard error since the byte `begin`, without the log's ordinary ones; none if the
     standard error is no file."""
     if (end := _written()) <= begin:
         return []

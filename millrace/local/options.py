@@ -25,7 +25,7 @@ class StackOptions:
     engine: str = "vllm"
     """Engine of the replicas; of several, `vllm,sglang`, each replica takes the next."""
     pythons: Mapping[str, str] = field(default_factory=dict)
-    """Interpreter of the replicas with an engine, where it is not this one: engines whose requirements exclude each
+    """Interpreter of the replicas with an engine, if it is not this one: engines whose requirements exclude each
     other have a virtual environment each."""
     gpus_per_replica: int = 1
     """For engines that the job's `engine_options` spread over several."""
@@ -91,7 +91,7 @@ LOCAL = {"MILLRACE_HOST": "127.0.0.1"}
 def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service]:
     """The stack's processes in the order in which they start; they stop in the opposite one.
 
-    `devices` are the CUDA devices to share out, none on a host without. Raises InvalidState where they do not suffice.
+    `devices` are the CUDA devices to share out, none on a host without. Raises InvalidState if they do not suffice.
     """
     coordinator = f"127.0.0.1:{options.grpc_port}"
     python = sys.executable
@@ -130,11 +130,11 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
 
 
 def share_out(devices: Sequence[str], wanted: Sequence[int], *, shared: bool = False) -> list[dict[str, str]]:
-    """Environment that gives each process as many devices as it wants, one after the other; where `shared`, the first
+    """Environment that gives each process as many devices as it wants, one after the other; if `shared`, the first
     again after the last. NCCL takes no two ranks of one host on one device, so processes that share seem to be on hosts
     of their own: between them weights go over sockets.
 
-    Raises InvalidState where there are devices but too few.
+    Raises InvalidState if there are devices but too few.
     """
     if not devices:
         return [{} for _ in wanted]

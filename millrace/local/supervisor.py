@@ -129,7 +129,7 @@ class Supervisor:
 
     async def keep(self, service: Service) -> None:
         """Runs `service` until the stack stops, somebody drains it or it is not wanted any more, however often it dies:
-        within a bound where it does not come as far as the fleet."""
+        within a bound if it does not come as far as the fleet."""
         self.kept.add(service.name)
         try:
             await self._keep(service)
@@ -189,7 +189,7 @@ class Supervisor:
         return process
 
     def prepare_standby(self, service: Service) -> None:
-        """Starts the standby of `service`, where there is none. One that ends by itself is not started again before it
+        """Starts the standby of `service`, if there is none. One that ends by itself is not started again before it
         is needed."""
         if service.name not in self.standbys:
             environment = {**self.environment(service), STANDBY: "1"}

@@ -150,7 +150,7 @@ def choose_layers(asked: AskedAdapter, shape: ModelShape, layers: Layers) -> fro
 
 
 def adapted_linears(base: Layout, chosen: Set[str]) -> list[list[AdaptedLinear]]:
-    """The linear layers of each chunk of a rank that have an adapter, where the layers `chosen` have one. `base` are
+    """The linear layers of each chunk of a rank that have an adapter, if the layers `chosen` have one. `base` are
     the places of the rank's parameters."""
     return [
         [

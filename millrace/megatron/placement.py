@@ -58,7 +58,7 @@ class Placement:
         return replace(self, shape=shape, pieces=tuple(piece for piece in cut if piece is not None))
 
     def shard(self, dim: int, part: int, parts: int) -> Self:
-        """One of `parts` equal parts along `dim`. Raises ValueError where they would not be equal."""
+        """One of `parts` equal parts along `dim`. Raises ValueError if they would not be equal."""
         length, rest = divmod(self.shape[dim], parts)
         if rest:
             raise ValueError(f"{self.shape[dim]} (dimension {dim} of {self.shape}) does not divide into {parts} parts.")

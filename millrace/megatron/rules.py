@@ -80,7 +80,7 @@ def check_submission(spec: JobSpec) -> None:
 
 
 def _check_folder(folder: Path, shape: ModelShape, field: str) -> None:
-    """Raises InvalidJob where names or shapes of the folder's tensors show that the model does not take one."""
+    """Raises InvalidJob if names or shapes of the folder's tensors show that the model does not take one."""
     stored, place = stored_shapes(folder), f"{field}: {folder}"
     found = unread(shape, stored)
     found.check(place)
@@ -90,7 +90,7 @@ def _check_folder(folder: Path, shape: ModelShape, field: str) -> None:
 
 
 def _check_replay(spec: JobSpec, options: MegatronOptions, shape: ModelShape) -> None:
-    """Raises InvalidJob where the job replays the engine's experts and the trainer could not do so."""
+    """Raises InvalidJob if the job replays the engine's experts and the trainer could not do so."""
     if not spec.algorithm.router_replay:
         return
     if shape.experts is None:

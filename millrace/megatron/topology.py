@@ -24,7 +24,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of one job. Raises ValueError where the sizes do not divide `world_size`."""
+    """The ranks of one job. Raises ValueError if the sizes do not divide `world_size`."""
 
     world_size: int
     options: MegatronOptions

@@ -117,7 +117,7 @@ class _Chunk:
         )
 
     def _query_key_value(self, prefix: str, kind: str, *width: int) -> Placement:
-        """Group by group: the query heads, the key head, the value head. Split by rows, also inside a group where there
+        """Group by group: the query heads, the key head, the value head. Split by rows, also inside a group if there
         are fewer groups than tensor-parallel ranks."""
         s = self.shape
         q, k, v = (

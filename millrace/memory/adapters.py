@@ -20,7 +20,7 @@ WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
 def _of_experts(part: str) -> str:
-    """How a choice names a layer of every routed expert, where one of Megatron's names means it."""
+    """How a choice names a layer of every routed expert, if one of Megatron's names means it."""
     return f"{EXPERTS}.*.{part}"
 
 
@@ -76,7 +76,7 @@ class _Adapted:
 
 
 def adapter_parameters(shape: ModelShape, lora: Lora) -> float:
-    """Number of parameters of the adapters of all layers, and of the output head where it has one. Raises InvalidJob as
+    """Number of parameters of the adapters of all layers, and of the output head if it has one. Raises InvalidJob as
     `adapter_layers`."""
     return sum(layer.total for layer in adapter_layers(shape, lora)) + _of_head(shape, lora)
 

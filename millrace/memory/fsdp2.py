@@ -82,7 +82,7 @@ class ModelPasses:
         return sizes
 
     def placed(self, kept: dict[Part, float], moments: dict[Part, float]) -> Ledger:
-        """What is kept for the model and the moments of its optimizer, where the model's options have them."""
+        """What is kept for the model and the moments of its optimizer, if the model's options have them."""
         if self.options.offload_parameters:
             return Ledger({}, kept) + Ledger({}, moments)
         return Ledger(kept) + (Ledger({}, moments) if self.options.offload_optimizer else Ledger(moments))
@@ -151,7 +151,7 @@ class Fsdp2Memory:
         return ModelPasses.of(self.spec, self.shape, self.ranks, self.tokens)
 
     def role(self, role: Role) -> ModelPasses | None:
-        """The passes of reference or critic with its own options and token budget; None where the job has none. With
+        """The passes of reference or critic with its own options and token budget; None if the job has none. With
         an adapter the reference is the policy."""
         algorithm, trainer = self.spec.algorithm, self.spec.trainer.of(role)
         if (algorithm.kl if role == "reference" else algorithm.critic) is None:

@@ -162,6 +162,6 @@ def scoring_bytes(vocabulary: float, chunk_tokens: float, element: int) -> float
 
 
 def role_tokens(trainer: Trainer, role: Role, tokens: int) -> int:
-    """Tokens of a micro-batch of reference or critic where one of the policy has `tokens`: more or fewer in proportion
+    """Tokens of a micro-batch of reference or critic if one of the policy has `tokens`: more or fewer in proportion
     to the token budgets."""
     return -(-tokens * trainer.of(role).token_budget // trainer.token_budget)

@@ -19,7 +19,7 @@ HOST_COPIES = 2 * FLOAT32
 """Bytes that an update in host memory needs for a parameter in addition to the optimizer: its gradient and its weight.
 Measured: 19.4 in all (BENCHMARKS.md, "The megatron backend on GPUs", optimizer offload 1)."""
 DIVIDED = 4
-"""Bytes more for each parameter whose optimizer is on the device, where that of others is in host memory: measured
+"""Bytes more for each parameter whose optimizer is on the device, if that of others is in host memory: measured
 once, with half of the parameters each."""
 
 
@@ -121,7 +121,7 @@ class StageMemory:
         return Ledger({Part.OPTIMIZER: on_device}, {Part.OPTIMIZER: on_host})
 
     def critic(self) -> "StageMemory | None":
-        """The critic's stage on this rank, with its own options and token budget; None where the job has none."""
+        """The critic's stage on this rank, with its own options and token budget; None if the job has none."""
         if self.spec.algorithm.critic is None:
             return None
         own = self.spec.trainer.of("critic")
@@ -157,7 +157,7 @@ class StageMemory:
 
     def layer_elements(self, kept: KeptElements) -> dict[str, float]:
         """Elements of one token on this rank, by the part of a layer. Tensor parallelism divides residuals and norms
-        only where it divides the sequence."""
+        only if it divides the sequence."""
         o = self.options
         tensor = o.tensor_parallel
         gathered = o.expert_tensor_size / tensor
@@ -239,7 +239,7 @@ class StageMemory:
 
 
 def _recompute(spec: JobSpec, options: MegatronOptions) -> Recompute:
-    """`trainer.activation_recompute` means full recomputation where the options do not say how."""
+    """`trainer.activation_recompute` means full recomputation if the options do not say how."""
     if spec.trainer.activation_recompute and options.recompute.granularity == "none":
         return Recompute(granularity="full")
     return options.recompute

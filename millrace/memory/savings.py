@@ -63,7 +63,7 @@ def savings(
 
 def together(spec: JobSpec, shape: ModelShape, ranks: int, limit: float) -> tuple[list[Saving], float]:
     """The settings that bring the peak under `limit` bytes: at each turn the one that saves most of those that are
-    left. Returns them and the peak with all of them; that is over the limit where even all of them do not help."""
+    left. Returns them and the peak with all of them; that is over the limit if even all of them do not help."""
     chosen: list[Saving] = []
     total = peak(predict(spec, shape, ranks)).total
     while total > limit and (found := savings(spec, shape, ranks)):
@@ -126,7 +126,7 @@ def _options(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _with(spec: JobSpec, field: str, value: Any) -> JobSpec | None:
-    """The spec with another value of a field; None where a job cannot have it."""
+    """The spec with another value of a field; None if a job cannot have it."""
     change: Any = value
     for name in reversed(field.split(".")):
         change = {name: change}

@@ -26,7 +26,7 @@ WIDTH = ("moe_intermediate_size", "intermediate_size")
 
 
 def decoder_shape(folder: Path, field: str = FIELD) -> ModelShape:
-    """The shape of the model in `folder`. Raises InvalidJob where its config.json is missing or does not say its
+    """The shape of the model in `folder`. Raises InvalidJob if its config.json is missing or does not say its
     sizes."""
     path = folder / "config.json"
     try:

@@ -24,7 +24,7 @@ def published_bytes(spec: JobSpec, shape: ModelShape) -> float:
 
 
 def sender_bytes(spec: JobSpec, shape: ModelShape) -> float:
-    """On a rank of the trainer: the messages of the rounds in flight, and where weights are merged with an adapter one
+    """On a rank of the trainer: the messages of the rounds in flight, and if weights are merged with an adapter one
     of them at a time. Where tensors are gathered, the largest one twice."""
     if spec.publication.path == "gather_broadcast":
         return 2.0 * 4 * shape.vocabulary * shape.hidden
@@ -36,7 +36,7 @@ def sender_bytes(spec: JobSpec, shape: ModelShape) -> float:
 
 
 def snapshot_bytes(spec: JobSpec, shape: ModelShape, ranks: int) -> float:
-    """Bytes in host memory of one of the trainer's `ranks`: the messages that it sent last, where only what changed is
+    """Bytes in host memory of one of the trainer's `ranks`: the messages that it sent last, if only what changed is
     sent. They are for one replica; with more, at most as many times as the trainer has ranks for each worker of a
     replica. An adapter travels whole."""
     if spec.publication.path != "delta" or (spec.model.lora is not None and not spec.model.lora.merge):
@@ -61,5 +61,5 @@ def receiver_bytes(spec: JobSpec, shape: ModelShape, workers: int) -> float:
 
 
 def receiver_host_bytes(spec: JobSpec, shape: ModelShape) -> float:
-    """In host memory of each of a replica's workers: every tensor whole, where tensors are gathered and broadcast."""
+    """In host memory of each of a replica's workers: every tensor whole, if tensors are gathered and broadcast."""
     return published_bytes(spec, shape) if spec.publication.path == "gather_broadcast" else 0.0

@@ -39,7 +39,7 @@ PHASES = {
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB, `1.25 GiB`, or in MiB where they are few."""
+    """Bytes in GiB, `1.25 GiB`, or in MiB if they are few."""
     value = size / GIB
     if value < 0.1:
         return f"{size / MIB:.1f} MiB"
@@ -81,7 +81,7 @@ def _whether(total: float, gpu_bytes: float) -> str:
 
 
 def _enough_ranks(spec: JobSpec, shape: ModelShape, ranks: int, gpu_bytes: float) -> int | None:
-    """The number of GPUs, doubled until the job fits; None where it fits no number of them."""
+    """The number of GPUs, doubled until the job fits; None if it fits no number of them."""
     for count in (ranks << times for times in range(1, DOUBLINGS + 1)):
         if fits(peak(predict(spec, shape, count)).total, gpu_bytes):
             return count

@@ -48,7 +48,7 @@ ms a step)."""
 LOGIT_S = 0.05e-9
 """Seconds to sample, for each logit (vLLM 0.26, 1.7B shape, 256 requests on an H200: 20,700 tokens/s)."""
 EAGER_OPERATION_S = 32e-6
-"""Seconds of the host to start one operation where the engine has no CUDA graphs (the same with `enforce_eager`: 12,000
+"""Seconds of the host to start one operation if the engine has no CUDA graphs (the same with `enforce_eager`: 12,000
 tokens/s)."""
 OPERATIONS = {"attention": 8, "recurrent": 10, "latent": 28, "dense": 4, "experts": 9, "shared": 11, "parallel": 2}
 """Operations of a layer by its parts, counted in vLLM's models: DeepSeek-V3's rotary embedding is 13 of them. `shared`:
@@ -65,9 +65,9 @@ PUBLICATION_S = 0.003
 CUT_PIECE_S = 7e-6
 """Seconds to unpack a tensor of which a worker holds a part (30B-A3B to TP2)."""
 GATHERED_TENSOR_S = 0.84e-3
-"""Seconds for each tensor where tensors are gathered and broadcast (30B-A3B: 15.8 s for 18,867)."""
+"""Seconds for each tensor if tensors are gathered and broadcast (30B-A3B: 15.8 s for 18,867)."""
 TURNS_BYTES_S = 6e9
-"""Bytes a second at which weights change between trainer and engine where both take turns on the same GPUs: 72B in
+"""Bytes a second at which weights change between trainer and engine if both take turns on the same GPUs: 72B in
 24 s, as verl's users report it (issue 7060). Not measured here."""
 
 # Room that is left free.

@@ -11,7 +11,7 @@ from millrace.simulation.setting import Cycled, Setting, TrainerRate
 SHUFFLE = 0.6180339887498949
 """Stride by which the lengths are taken, so that long ones do not all start at the end: the golden ratio."""
 MOST_FOLLOWED = 512
-"""Requests that are followed one by one; where a replica has more, each stands for several."""
+"""Requests that are followed one by one; if a replica has more, each stands for several."""
 
 
 @dataclass(frozen=True)

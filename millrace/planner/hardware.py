@@ -19,7 +19,7 @@ GIGA, TERA, GIB = 1e9, 1e12, float(1 << 30)
 
 
 class Gpu(StrictModel):
-    """One kind of GPU in one kind of host. Rates are those of one direction, and of one GPU where it does not say
+    """One kind of GPU in one kind of host. Rates are those of one direction, and of one GPU if it does not say
     otherwise."""
 
     memory_gib: float = Field(ge=1, le=10_000)

@@ -56,7 +56,7 @@ class Cluster:
         return self.trainer_gpus if self.colocated else self.trainer_gpus + self.rollout_gpus
 
     def replicas(self, replica: Replica) -> int:
-        """How many replicas there are. Raises InvalidJob where the GPUs give not even one, or where replicas that take
+        """How many replicas there are. Raises InvalidJob if the GPUs give not even one, or if replicas that take
         turns with the trainer would leave some GPUs out."""
         gpus = self.trainer_gpus if self.colocated else self.rollout_gpus
         field = "--trainer-gpus" if self.colocated else "--rollout-gpus"
@@ -95,7 +95,7 @@ class Plan:
     generation: Generation
     training: TrainingTimes
     publication: PublicationTimes | None
-    """None where trainer and replicas take turns."""
+    """None if trainer and replicas take turns."""
     turns_s: float
     """Seconds for changing weights between trainer and engine on the same GPUs; 0 otherwise."""
 
@@ -122,7 +122,7 @@ class Plan:
 
     @cached_property
     def simulated(self) -> Outcome | None:
-        """The job's steps, simulated; None where trainer and replicas take turns."""
+        """The job's steps, simulated; None if trainer and replicas take turns."""
         if self.publication is None:
             return None
         streaming = self.spec.trainer.streaming and not needs_whole_batch(self.spec)
@@ -155,13 +155,13 @@ class Plan:
     @property
     def balanced_ratio(self) -> float:
         """Rollout GPUs for each trainer GPU at which the step is shortest for a given sum of both, where each side's
-        seconds fall with its GPUs: equal seconds where they overlap, else the root of their ratio."""
+        seconds fall with its GPUs: equal seconds if they overlap, else the root of their ratio."""
         work = self.generating_s * self.cluster.rollout_gpus / (self.training_s * self.cluster.trainer_gpus)
         return float(work if self.overlapped else work**0.5)
 
     @property
     def limits(self) -> list[Limit]:
-        """What is exceeded; empty where the plan fits."""
+        """What is exceeded; empty if the plan fits."""
         gpu, found = self.cluster.gpu, []
         if not fits(peak(self.trainer_memory).total, gpu.memory):
             found.append(Limit.TRAINER_MEMORY)

@@ -1,4 +1,4 @@
-"""Seconds of a publication, and of changing weights where trainer and engine take turns on the same GPUs."""
+"""Seconds of a publication, and of changing weights if trainer and engine take turns on the same GPUs."""
 
 from dataclasses import dataclass
 
@@ -51,7 +51,7 @@ def publication_times(
 
 
 def _commit(spec: JobSpec, replica: Replica, part: float) -> str:
-    """`auto` is shadow where a whole version fits beside the engine."""
+    """`auto` is shadow if a whole version fits beside the engine."""
     if spec.publication.commit != "auto":
         return spec.publication.commit
     return "shadow" if replica.memory.ledger.device.get(Part.STAGING, 0.0) >= part else "inplace"

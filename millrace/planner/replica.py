@@ -14,7 +14,7 @@ from millrace.planner.hardware import Gpu, Links
 from millrace.spec import JobSpec
 
 SLOTS = 1024
-"""Requests that an engine runs at a time where the job does not say: vLLM's default on GPUs of 70 GiB and more."""
+"""Requests that an engine runs at a time if the job does not say: vLLM's default on GPUs of 70 GiB and more."""
 SLOT_OPTIONS = ("max_num_seqs", "max_running_requests")
 EAGER_OPTIONS = ("enforce_eager", "disable_cuda_graph")
 PIPELINE_OPTIONS = ("pipeline_parallel_size", "pp_size")

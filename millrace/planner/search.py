@@ -152,7 +152,7 @@ FIELD = "--model"
 
 
 def model_shape(spec: JobSpec, name: str | None = None) -> ModelShape:
-    """The shape of the job's model. `name`: a published model to take instead. Raises InvalidJob where the folder is
+    """The shape of the job's model. `name`: a published model to take instead. Raises InvalidJob if the folder is
     not there and its name is that of no published model."""
     if name is not None:
         if name.lower() not in PUBLISHED:
@@ -178,7 +178,7 @@ class Proposal:
 
     @property
     def order(self) -> tuple[float, float]:
-        """The step's least seconds; where replicas decide those, the trainer's. All proposals have the same replicas,
+        """The step's least seconds; if replicas decide those, the trainer's. All proposals have the same replicas,
         so the simulated steps have this order too."""
         return self.plan.least_s, self.plan.training_s
 
@@ -194,7 +194,7 @@ class Request:
     engine: str = "vllm"
 
     def plan(self, changes: Changes) -> Plan | None:
-        """The plan with other settings; None where they do not go together."""
+        """The plan with other settings; None if they do not go together."""
         try:
             return make_plan(changed(self.spec, changes), self.shape, self.cluster, self.work, self.engine)
         except (InvalidJob, InvalidState):
@@ -206,12 +206,12 @@ class Request:
 
 
 def proposals(request: Request) -> list[Proposal]:
-    """Layouts that fit the cluster, the shortest step first; empty where none fits."""
+    """Layouts that fit the cluster, the shortest step first; empty if none fits."""
     return sorted(_fitting(request), key=lambda proposal: proposal.order)
 
 
 def fewest(request: Request) -> int:
-    """The smallest of `counts` GPUs of the trainer for which some layout fits; 0 where none fits."""
+    """The smallest of `counts` GPUs of the trainer for which some layout fits; 0 if none fits."""
     if not request.cluster.colocated and next(_replica(request), None) is None:
         return 0
     tried = counts(request.cluster.gpu.gpus_per_host)
@@ -232,7 +232,7 @@ def _fitting(request: Request) -> Iterator[Proposal]:
 
 
 def _replica(request: Request) -> Iterator[Changes]:
-    """The size of a replica that generates its part of a step soonest; none where no size fits its GPUs."""
+    """The size of a replica that generates its part of a step soonest; none if no size fits its GPUs."""
     cluster = request.cluster
     gpus = cluster.trainer_gpus if cluster.colocated else cluster.rollout_gpus
     fitting: list[tuple[float, int, Changes]] = []

@@ -179,7 +179,7 @@ def found_lines(spec: JobSpec, found: Sequence[Proposal]) -> Iterator[str]:
 
 
 def _needed(spec: JobSpec, field: str, value: Any) -> bool:
-    """Whether a field of the spec has another value now, its default where it is not given."""
+    """Whether a field of the spec has another value now, its default if it is not given."""
     name = field.removeprefix(f"{OPTIONS}.")
     known = BACKENDS[spec.trainer.backend].options.model_fields
     if name != field and name in known:

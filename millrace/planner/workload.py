@@ -14,7 +14,7 @@ from millrace.spec import JobSpec
 from millrace.spec.passes import StepPasses, passes_of
 
 RESPONSE_SHARE = 0.25
-"""Mean length of a response over the longest allowed one, where the user gives none."""
+"""Mean length of a response over the longest allowed one, if the user gives none."""
 PROMPT_SHARE = 0.25
 """The same for prompts."""
 MOST_LENGTHS = 2048
@@ -77,7 +77,7 @@ class Workload:
 
 
 def _uncut_mean(mean: float, cut: float) -> float:
-    """θ of the module's docstring; infinite where the mean is the cut itself."""
+    """θ of the module's docstring; infinite if the mean is the cut itself."""
     if mean >= cut * (1 - 1e-6):
         return math.inf
     low, high = mean, LARGEST_MEAN

@@ -22,7 +22,7 @@ ARCHITECTURES = {
 
 
 def read_shape(folder: Path, field: str = "model.path") -> ModelShape:
-    """The shape of the model in `folder`. Raises InvalidJob about `field` where there is no config, or one that the
+    """The shape of the model in `folder`. Raises InvalidJob about `field` if there is no config, or one that the
     megatron backend cannot build."""
     path = folder / "config.json"
     try:
@@ -47,7 +47,7 @@ def read_shape(folder: Path, field: str = "model.path") -> ModelShape:
 
 
 def _not_routed(experts: ExpertShape) -> str:
-    """Why megatron-core cannot route to these experts as transformers and the engines do; empty where it can."""
+    """Why megatron-core cannot route to these experts as transformers and the engines do; empty if it can."""
     if not 1 <= experts.per_token <= experts.count:
         return f"{experts.count} experts, of which each token goes to {experts.per_token}"
     if experts.per_token == 1 and experts.normalised:

@@ -12,7 +12,7 @@ THETA = 10000.0
 
 def sizes(config: Mapping[str, Any], theta: float = THETA) -> dict[str, Any]:
     """The fields of a ModelShape that all these configs have under the same names. `theta` is what transformers takes
-    for a config that states no base of the rotary positions. Raises KeyError for a missing entry: where transformers
+    for a config that states no base of the rotary positions. Raises KeyError for a missing entry: if transformers
     has a default for it, that is the size of one model."""
     refuse_unless(config, "hidden_act", "silu")
     heads = config["num_attention_heads"]
@@ -67,7 +67,7 @@ def rope(config: Mapping[str, Any], kinds: tuple[str, ...] = ("default",), theta
 
 
 def refuse_unless(config: Mapping[str, Any], field: str, *built: Any) -> None:
-    """Raises InvalidJob where the config has `field` with a value that is not one of `built`. The field may be
+    """Raises InvalidJob if the config has `field` with a value that is not one of `built`. The field may be
     missing."""
     if field in config and config[field] not in built:
         raise InvalidJob(

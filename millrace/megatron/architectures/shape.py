@@ -66,7 +66,7 @@ class LatentAttention:
     """DeepSeek's multi-head latent attention (arXiv 2412.19437): sizes of its projections."""
 
     query_rank: int | None
-    """Width of the compressed queries; None where queries are not compressed."""
+    """Width of the compressed queries; None if queries are not compressed."""
     key_value_rank: int
     plain_dim: int
     """Dimensions of a query or key head without positions."""

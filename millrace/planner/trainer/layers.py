@@ -14,7 +14,7 @@ ELEMENT = 2
 BACKWARD = 2.0
 """Products of a backward pass over those of the forward pass: for the gradients of inputs and of weights."""
 WITHOUT_WEIGHTS = 1.0
-"""The same where the weights have no gradients (adapters)."""
+"""The same if the weights have no gradients (adapters)."""
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def total(seconds: Seconds) -> float:
 
 
 WASTE = 0.001
-"""Waiting where ranks meet in every micro-batch, for each data-parallel rank (BENCHMARKS.md, "Packing and balancing":
+"""Waiting if ranks meet in every micro-batch, for each data-parallel rank (BENCHMARKS.md, "Packing and balancing":
 0.62 % over 8 ranks, 3.4 % over 32)."""
 MOST_WASTE = 0.1
 EXPERT_SPREAD = 0.8
@@ -164,7 +164,7 @@ def planned_waste(ranks: int) -> float:
 @dataclass(frozen=True)
 class Imbalance:
     packing: Callable[[int], float] = planned_waste
-    """Share of time lost where data-parallel ranks meet in every micro-batch, by their number."""
+    """Share of time lost if data-parallel ranks meet in every micro-batch, by their number."""
     expert_spread: float = EXPERT_SPREAD
     """0: every expert has the same number of tokens."""
 

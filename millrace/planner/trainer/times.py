@@ -123,7 +123,7 @@ class Trainer:
         return added([mean, {Cause.PIPELINE: waiting}])
 
     def _gathers(self, count: int, *, passes: int) -> dict[Cause, float]:
-        """FSDP2 gathers each layer's weights in each pass while the layer before it computes; where they are in host
+        """FSDP2 gathers each layer's weights in each pass while the layer before it computes; if they are in host
         memory they come over its link."""
         o = self.layout
         size = ELEMENT * parameters(self.shape)
@@ -215,7 +215,7 @@ class Trainer:
 
 
 def training_times(trainer: Trainer) -> TrainingTimes:
-    """The seconds of a step, with those of a critic where the job has one."""
+    """The seconds of a step, with those of a critic if the job has one."""
     passes = trainer.work.passes
     scoring = scaled(trainer.scoring(), passes.policy + passes.reference)
     update = policy = trainer.update()
