@@ -224,7 +224,7 @@ class MetricView(BaseModel):
 
 
 class BandView(BaseModel):
-    """One metric at each point of a curve; null where no step of the point has it."""
+    """One metric at each point of a curve; null if no step of the point has it."""
 
     mean: list[Figure | None]
     least: list[Figure | None] = Field(description="Least value of the point's steps; empty where each has one step.")

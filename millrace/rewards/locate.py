@@ -31,7 +31,7 @@ class Target:
 
 
 def parse(name: str) -> Target:
-    """Raises FunctionNotFound where `name` has not the form `<module or file>:<function>`."""
+    """Raises FunctionNotFound if `name` has not the form `<module or file>:<function>`."""
     place, _, function = name.rpartition(":")
     if not place or not function.isidentifier():
         raise FunctionNotFound(

@@ -95,7 +95,7 @@ that needs something of the machine has a `check_machine`, which raises Unavaila
 NEED_TRUTHS = frozenset({BY_SOURCE, "code", "exact", "math"})
 """Built-in rewards that cannot score a row without a ground truth."""
 FIELD = "reward"
-"""Path of the mapping in a job spec that names a function, where there is one function."""
+"""Path of the mapping in a job spec that names a function, if there is one function."""
 WANTED: Mapping[Scope, str] = {
     "answer": "compute_score(data_source, solution_str, ground_truth, extra_info=None, **options)",
     "group": "compute_score(data_sources, solution_strs, ground_truths, extra_infos, **options)",
@@ -189,7 +189,7 @@ def _target(name: str) -> Target:
 
 
 def import_target(field: str, name: str, target: Target, path: Path | None) -> ModuleType:
-    """The module of `target`, which `name` in the field names. Raises InvalidJob where it cannot be imported; other
+    """The module of `target`, which `name` in the field names. Raises InvalidJob if it cannot be imported; other
     exceptions of the module are passed on."""
     try:
         if target.is_file and path is not None:

@@ -20,7 +20,7 @@ class Term:
     weight: float = 1.0
     """Factor of its score in the reward."""
     name: str = ""
-    """Name of its score beside the reward; empty where it is the only function and its score is the reward."""
+    """Name of its score beside the reward; empty if it is the only function and its score is the reward."""
     field: str = "reward"
     """Path of the mapping in the job spec that names it."""
 

@@ -17,7 +17,7 @@ class Boundary(StrEnum):
     IPC = "ipc"
     """An IPC namespace: no shared memory and no message queue of others."""
     USER = "user"
-    """A user id that owns nothing where the service is root, otherwise a user namespace without capabilities."""
+    """A user id that owns nothing if the service is root, otherwise a user namespace without capabilities."""
     LIMITS = "limits"
     """Memory and number are counted over all processes of the sandbox together."""
 

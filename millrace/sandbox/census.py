@@ -18,7 +18,7 @@ def inside() -> list[int]:
 
 
 def descendants() -> list[int]:
-    """All descendants of this process, where it has no PID namespace."""
+    """All descendants of this process, if it has no PID namespace."""
     if not Path(f"/proc/self/task/{os.getpid()}/children").exists():  # a kernel without CONFIG_PROC_CHILDREN
         import psutil
 
@@ -32,7 +32,7 @@ def descendants() -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """The children of all threads of a process; none where it has ended."""
+    """The children of all threads of a process; none if it has ended."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
         texts = [Path(f"/proc/{pid}/task/{thread}/children").read_text() for thread in threads]

@@ -44,7 +44,7 @@ class Wanted:
     user_namespaces: bool = True
     """Whether the code may make user namespaces, as sandboxes inside this one need them."""
     loopback: bool = False
-    """Whether there is a loopback where the network of the machine cannot be reached."""
+    """Whether there is a loopback if the network of the machine cannot be reached."""
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def _reap() -> None:
 
 
 def verdict(channel: socket.socket) -> Verdict | None:
-    """What the first process told over the other end of `control`; None where it was killed before."""
+    """What the first process told over the other end of `control`; None if it was killed before."""
     try:
         data = channel.recv(1 << 12, socket.MSG_DONTWAIT)
     except OSError:

@@ -53,7 +53,7 @@ LONGEST = 256 << 20
 
 
 def send(descriptor: int, message: Mapping[str, Any]) -> None:
-    """Writes a message. Raises BrokenPipeError where nobody reads it any more."""
+    """Writes a message. Raises BrokenPipeError if nobody reads it any more."""
     text = json.dumps(message).encode()
     left = memoryview(_LENGTH.pack(len(text)) + text)
     while left:
@@ -74,7 +74,7 @@ def receive(descriptor: int, deadline: float | None = None) -> dict[str, Any] | 
 
 
 def _read(descriptor: int, count: int, deadline: float | None) -> bytes | None:
-    """Exactly `count` bytes; None where the pipe ends before."""
+    """Exactly `count` bytes; None if the pipe ends before."""
     parts = bytearray()
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)

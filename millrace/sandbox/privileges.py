@@ -37,7 +37,7 @@ def _has(capability: int) -> bool:
 
 
 def own_user(view: View, number: int, *, own_tree: bool) -> int | Missing:
-    """The id of a user, and of its group, that nobody else has; what is in the way where there is none.
+    """The id of a user, and of its group, that nobody else has; what is in the way if there is none.
 
     Called by who may change the user. `number`: of this sandbox on this machine. `own_tree`: the sandbox has a tree of
     files of its own, in which only the last folders of the paths decide on who may read.
@@ -56,7 +56,7 @@ def own_user(view: View, number: int, *, own_tree: bool) -> int | Missing:
 
 
 def become(user: int | None) -> None:
-    """Becomes `user`, where one is given, and gives up every right. Nothing that this process starts has more."""
+    """Becomes `user`, if one is given, and gives up every right. Nothing that this process starts has more."""
     syscalls.forgo_capabilities()
     if user is not None:
         os.setgroups([])
@@ -83,7 +83,7 @@ class Size:
 
 def limit(memory_mb: int, beyond: Size, largest_file_mb: int, processes: int | None) -> None:
     """Sets the limits of this process and of each that it starts. Allocating more than `memory_mb` beyond that size
-    raises MemoryError. `processes`: most processes of its user; None where that user has processes elsewhere."""
+    raises MemoryError. `processes`: most processes of its user; None if that user has processes elsewhere."""
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_NOFILE, OPEN_FILES)
     _lower(resource.RLIMIT_FSIZE, largest_file_mb << 20)

@@ -21,7 +21,7 @@ MEMORY_MB = 256
 
 def missing(of: Literal["scorers", "programs"] = "scorers") -> list[Missing]:
     """The boundaries that a sandbox started by this process would not have, or one inside it for the programs of
-    answers. Raises Unavailable where none starts."""
+    answers. Raises Unavailable if none starts."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         number = theirs.fileno()

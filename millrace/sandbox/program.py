@@ -3,7 +3,7 @@
     with ProgramSandbox(Room(memory_mb=256)) as sandbox:
         ended = sandbox.run(Program("print(input())", input="3"), timeout_s=5.0)
 
-A sandbox may be made inside another one, where it needs a user namespace. It always has every boundary; a machine that
+A sandbox may be made inside another one, if it needs a user namespace. It always has every boundary; a machine that
 does not give one raises Uncontained. What a program does to itself, its limits or its sandbox is told by `Ended` and
 never raises.
 """

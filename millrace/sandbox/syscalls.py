@@ -146,7 +146,7 @@ def gain_no_privileges() -> None:
 
 
 def forgo_capabilities() -> None:
-    """Empties the bounding set, where this process may: then no descendant can have a capability."""
+    """Empties the bounding set, if this process may: then no descendant can have a capability."""
     for capability in range(_CAPABILITIES):
         if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             return
@@ -185,7 +185,7 @@ def forbid_user_namespaces() -> bool:
         return False
     mark, clone, unshare, setns = machine
     # Jumps count from the next instruction. clone3 has its flags in memory, where no filter looks: the C library uses
-    # clone instead where it does not exist.
+    # clone instead if it does not exist.
     rules = [
         (LOAD, 0, 0, MACHINE),
         (EQUAL, 0, 9, mark),

@@ -23,7 +23,7 @@ def enter(view: View, scratch_mb: int, *, processes: bool, as_other_user: bool) 
     """Makes the tree the root of this process, which has a mount namespace of its own. Returns what is missing in it.
 
     `processes`: this process has a PID namespace, and gets the /proc of it. `as_other_user`: the code will run as a
-    user who may not read what only its owner may; Python code among it is copied. Raises OSError where the kernel does
+    user who may not read what only its owner may; Python code among it is copied. Raises OSError if the kernel does
     not allow it; the old root is in place then.
     """
     os.umask(0o022)  # whoever started this process may keep new files from others, and the code runs as another user

@@ -48,7 +48,7 @@ class View:
     links: tuple[tuple[str, str], ...]
     """Names of these paths that lead there over symbolic links, each with the real path."""
     hidden: tuple[str, ...]
-    """Real paths that are empty even where a folder that is seen holds them."""
+    """Real paths that are empty even if a folder that is seen holds them."""
 
     @property
     def shown(self) -> list[str]:

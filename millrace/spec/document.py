@@ -67,7 +67,7 @@ UNREADABLE = (
     TypeError,
     ValueError,
 )
-"""What PyYAML raises: its own errors, and others where a scalar does not fit its tag."""
+"""What PyYAML raises: its own errors, and others if a scalar does not fit its tag."""
 
 _TAG = "tag:yaml.org,2002:"
 _INT = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0o?[0-7_]+|0|[1-9][0-9_]*)$")
@@ -76,7 +76,7 @@ _FLOAT = re.compile(
     r"|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
 )
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's parser where PyYAML was built with it, which is ten times faster."""
+"""libyaml's parser if PyYAML was built with it, which is ten times faster."""
 
 
 class _Loader(_Base):  # type: ignore[misc]  # known at run time only
@@ -103,7 +103,7 @@ class _Loader(_Base):  # type: ignore[misc]  # known at run time only
         for key, value in fields:
             if key.tag == f"{_TAG}merge":
                 sources = value.value if isinstance(value, SequenceNode) else [value]
-                for source in reversed(sources):  # the first one counts where several have the same field
+                for source in reversed(sources):  # the first one counts if several have the same field
                     if not isinstance(source, MappingNode):
                         raise ConstructorError(None, None, "`<<` merges mappings only", value.start_mark)
                     self.flatten_mapping(source)
@@ -178,7 +178,7 @@ class Document:
             self._changed = tuple(path for path, _ in leaves(changes))
 
     def line_of(self, field: str) -> int:
-        """The line of a field, from 1, or of the nearest level above it that is there; 0 where there is none."""
+        """The line of a field, from 1, or of the nearest level above it that is there; 0 if there is none."""
         if any(f"{field}.".startswith(f"{path}.") for path in self._changed):
             return 0
         line, level = 0, self._root

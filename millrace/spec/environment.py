@@ -50,9 +50,9 @@ class Environment(StrictModel):
     """Servers whose tools the policy may call, beside those of the environment."""
     renderer: str = "default"
     """The chat format: a name of the library renderers, for example qwen3, or default, which takes the model's own chat
-    template and extends what was sampled where the template allows it."""
+    template and extends what was sampled if the template allows it."""
     renderer_options: dict[str, Any] = Field(default_factory=dict, examples=[{"tool_parser": "qwen3"}])
-    """Options of the renderer. default needs `tool_parser` where the environment has tools."""
+    """Options of the renderer. default needs `tool_parser` if the environment has tools."""
     max_turns: int = Field(16, ge=1, le=10_000)
     """Turns of an episode, at most. It ends after the last one."""
     max_turn_tokens: int | None = Field(None, ge=1, le=limits.MOST_TOKENS)
@@ -68,7 +68,7 @@ class Environment(StrictModel):
     episodes_per_process: int | None = Field(None, ge=1, le=1024, examples=[32])
     """Episodes that run in each process at the same time; of other environments but OpenEnv `processes` times as many
     run at once. A plain call, one that is not `async`, holds up the others of its process, and one that hangs or
-    crashes ends them: they are run again. 1 keeps episodes apart. null: 32, or 1 where a server of `mcp` has `command`
+    crashes ends them: they are run again. 1 keeps episodes apart. null: 32, or 1 if a server of `mcp` has `command`
     and the scope episode."""
 
     @property
@@ -108,9 +108,9 @@ class Agent(StrictModel):
     """Sessions that agents elsewhere may have open at once in each replica, with those that wait to be claimed."""
     renderer: str = "default"
     """The chat format: a name of the library renderers, for example qwen3, or default, which takes the model's own chat
-    template and extends what was sampled where the template allows it."""
+    template and extends what was sampled if the template allows it."""
     renderer_options: dict[str, Any] = Field(default_factory=dict, examples=[{"tool_parser": "qwen3"}])
-    """Options of the renderer. default needs `tool_parser` where the agent has tools."""
+    """Options of the renderer. default needs `tool_parser` if the agent has tools."""
     max_turns: int = Field(64, ge=1, le=10_000)
     """Turns of an episode, at most. Further requests are refused."""
     max_turn_tokens: int | None = Field(None, ge=1, le=limits.MOST_TOKENS)

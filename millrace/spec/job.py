@@ -72,7 +72,7 @@ class JobSpec(StrictModel):
         return migrated(tree) if isinstance(tree, Mapping) else tree
 
     def pool(self, name: str) -> Pool | None:
-        """The pool of that name; None where there is none."""
+        """The pool of that name; None if there is none."""
         return next((pool for pool in self.pools if pool.name == name), None)
 
     def pool_tasks(self, name: str) -> set[PoolTask]:

@@ -56,7 +56,7 @@ class Lora(StrictModel):
 
 
 def folder_names(names: list[str]) -> list[str]:
-    """The names that layers have in a model folder, where some are Megatron's."""
+    """The names that layers have in a model folder, if some are Megatron's."""
     return [found for name in names for found in MEGATRON_NAMES.get(name, (name,))]
 
 

@@ -23,14 +23,14 @@ class Model(StrictModel):
     Weights in DeepSeek's FP8 format are read as the unquantized weights that they stand for; what is trained, published
     and written is not quantized. Other quantized weights are refused."""
     weights: str | None = Field(None, examples=["/data/deepseek-v3-dist-ckpt"])
-    """Absolute path of a distributed checkpoint with the weights, where they are not safetensors in `path`: one of
+    """Absolute path of a distributed checkpoint with the weights, if they are not safetensors in `path`: one of
     Megatron-Core (torch_dist format), or of torch (DCP) with the names of the Hugging Face module. Each rank of the
     trainer reads its own part. null: the weights are in `path`, as safetensors or as such a checkpoint."""
     trust_remote_code: bool = False
     """Whether Python code in the model folder may run."""
     use_shm: bool = False
     """Whether the trainer's ranks read a copy of the folder in the shared memory of their host (/dev/shm). It is made
-    once for all of them, and removed when the last one no longer has the job. Faster where the folder is on a slow disk
+    once for all of them, and removed when the last one no longer has the job. Faster if the folder is on a slow disk
     and read again, by restarted ranks or by several jobs."""
     lora: Lora | None = Field(None, examples=[{"rank": 32, "alpha": 32}])
     """Train adapters (LoRA) and leave the model's weights as they are. null: all weights are trained."""
@@ -58,7 +58,7 @@ class Data(StrictModel):
     columns: dict[ColumnRole, str] = Field(
         default_factory=dict, examples=[{"prompt": "question", "ground_truth": "result.answer"}]
     )
-    """Which column of the files is what, where the names do not say it: prompt, ground_truth, data_source, extra_info,
+    """Which column of the files is what, if the names do not say it: prompt, ground_truth, data_source, extra_info,
     ability, reward_style, images. `a.b` is field b in column a. Columns of verl, TRL and OpenAI are found by
     themselves."""
     prompt_format: PromptFormat = "auto"
@@ -137,7 +137,7 @@ class Reward(StrictModel):
     """Scoring processes in each replica."""
     network: bool = False
     """Whether the function may use the network, for a reward server. If not, scoring processes run without network
-    where the kernel supports that; `isolation` says what happens where it does not."""
+    if the kernel supports that; `isolation` says what happens if it does not."""
     isolation: Literal["auto", "required"] = "auto"
     """How far scoring processes are separated from the replica: its processes, files, network and user. auto: as far as
     the replica's machine allows; the replica's log and `millrace doctor` say what is missing. required: a replica whose
@@ -146,7 +146,7 @@ class Reward(StrictModel):
 
     def terms(self, *, procedural: bool, style: str = "rule", data_source: str | None = None) -> list[Term]:
         """The functions, `auto` settled for a source of data and a row's `reward_model.style`; not what is asked of
-        others. Raises InvalidJob, also where a function cannot score rows of `data_source`."""
+        others. Raises InvalidJob, also if a function cannot score rows of `data_source`."""
         row: dict[str, Any] = {"procedural": procedural, "style": style, "data_source": data_source}
         if not self.functions:
             return [Term(choose(self.function, **row), self.options, self.scope)]

@@ -60,7 +60,7 @@ class Rollout(StrictModel):
         return shared | (self.engine_options.get(engine) or {})
 
     def field_of(self, engine: str, option: str) -> str:
-        """The path of an option of `engine` in the job spec: under the engine's name where it stands there."""
+        """The path of an option of `engine` in the job spec: under the engine's name if it stands there."""
         return (
             f"{FIELD}.{engine}.{option}" if option in (self.engine_options.get(engine) or {}) else f"{FIELD}.{option}"
         )

@@ -32,7 +32,7 @@ class Optimizer(StrictModel):
 
 
 class ReferenceRun(StrictModel):
-    """How the reference policy is run where that differs from the policy."""
+    """How the reference policy is run if that differs from the policy."""
 
     token_budget: int | None = Field(None, ge=16, le=10 * limits.MOST_TOKENS)
     """Tokens in one of its micro-batches on one rank; null: `trainer.token_budget`. A pass without gradients has memory
@@ -43,7 +43,7 @@ class ReferenceRun(StrictModel):
 
 
 class CriticRun(StrictModel):
-    """How the critic is run where that differs from the policy."""
+    """How the critic is run if that differs from the policy."""
 
     token_budget: int | None = Field(None, ge=16, le=10 * limits.MOST_TOKENS)
     """Tokens in one of its micro-batches on one rank. It has no logits, so it may be larger. null:
@@ -68,7 +68,7 @@ class Trainer(StrictModel):
     """Tokens in one micro-batch: prompts and responses, packed. One rank runs it, or the ranks that share it
     (`sequence_parallel_size`, Megatron's `context_parallel`)."""
     on_out_of_memory: Literal["fail", "halve_budget"] = "fail"
-    """What happens where a rank of the trainer has no memory left for a micro-batch. fail: the job fails, and says what
+    """What happens if a rank of the trainer has no memory left for a micro-batch. fail: the job fails, and says what
     held the memory. halve_budget: the step is made again with half the token budget, which stays halved for the job;
     with one rank at once, with several after the trainer has loaded the last checkpoint. A step with a longer sequence
     has a budget of that sequence's length."""

@@ -109,7 +109,7 @@ def table(*columns: str) -> Table:
 
 
 class FittedTable:
-    """A table that leaves out columns where the terminal is too narrow for all, instead of cutting each."""
+    """A table that leaves out columns if the terminal is too narrow for all, instead of cutting each."""
 
     def __init__(self, *columns: str, spare: Sequence[str]) -> None:
         """`columns` as those of `table`; `spare` are headings of some, the first of which is left out first."""
@@ -175,7 +175,7 @@ def ledger_line(ledger: LedgerView) -> str:
 def usage_cells(member: MemberView) -> tuple[str, str, str, str]:
     """Part of the engine's cache that is in use; mean part of the time in which its GPUs run kernels; memory in use on
     these GPUs, of what they have; memory of its processes and of all processes on its hosts, of what these have. `–`
-    where a figure is not known."""
+    if a figure is not known."""
     cache = "–" if member.cache_used is None else f"{member.cache_used:.0%}"
     shares = [gpu.busy for gpu in member.gpus if gpu.busy is not None]
     busy = f"{sum(shares) / len(shares):.0%}" if shares else "–"

@@ -145,7 +145,7 @@ COLUMNS = {
     ">PUBLISH S": ("timing_s/update_weights", "{:.2f}"),
     ">PAUSE S": ("publication/pause_s", "{:.3f}"),
 }
-"""A column is shown where the job's step metrics have it."""
+"""A column is shown if the job's step metrics have it."""
 
 
 def steps_table(steps: list[StepMetrics]) -> Table:

@@ -91,7 +91,7 @@ WITH_KEY = "wandb"
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises InvalidJob where a tracker is unknown or its package is not installed in this process."""
+    """Raises InvalidJob if a tracker is unknown or its package is not installed in this process."""
     for name in names:
         if name not in TRACKERS:
             known = ", ".join(sorted(TRACKERS))

@@ -87,7 +87,7 @@ class MLflow:
 
 
 def _experiment(client: "MlflowClient", name: str, files: str | None) -> str:
-    """Id of the experiment, which is created where it does not exist. `files`: where its files are; None: the server
+    """Id of the experiment, which is created if it does not exist. `files`: where its files are; None: the server
     chooses."""
     found = client.get_experiment_by_name(name)
     identity: str = found.experiment_id if found else client.create_experiment(name, artifact_location=files)

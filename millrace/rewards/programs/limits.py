@@ -28,5 +28,5 @@ def set_for_process(limits: CallLimits) -> None:
 
 
 def of_process() -> CallLimits:
-    """The limits of this process; the defaults of a job where none were set."""
+    """The limits of this process; the defaults of a job if none were set."""
     return _held

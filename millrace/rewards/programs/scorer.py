@@ -69,7 +69,7 @@ def _is_number(value: Any) -> bool:
 
 
 def check_machine() -> None:
-    """Raises Unavailable where a scoring process here cannot make sandboxes."""
+    """Raises Unavailable if a scoring process here cannot make sandboxes."""
     try:
         missing = program.missing()
     except program.SandboxFailed as error:
@@ -83,7 +83,7 @@ def check_machine() -> None:
 
 
 def code_of(answer: str) -> str | None:
-    """The last code block of an answer that is in Python or in no named language; None where there is none. A block at
+    """The last code block of an answer that is in Python or in no named language; None if there is none. A block at
     the end of an answer may be open."""
     blocks = [code for language, code in BLOCK.findall(answer) if language.lower() in PYTHON]
     return blocks[-1] if blocks else None

@@ -41,7 +41,7 @@ RULES = {
 
 
 def rule_of(data_source: str) -> Rule | None:
-    """The rule of a data source; None where there is none."""
+    """The rule of a data source; None if there is none."""
     return Rule.DAPO if data_source.startswith("aime") else RULES.get(data_source)
 
 

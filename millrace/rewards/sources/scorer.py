@@ -1,4 +1,4 @@
-"""Scores an answer by the rule of its data source, as verl does where a job names no reward function."""
+"""Scores an answer by the rule of its data source, as verl does if a job names no reward function."""
 
 import re
 import string

@@ -52,7 +52,7 @@ def select(
 ) -> Tensor:
     """bool [B, T]: a random choice among the tokens with a covariance inside the bounds.
 
-    It has `fraction` of all tokens that count, at least one; fewer where there are fewer candidates.
+    It has `fraction` of all tokens that count, at least one; fewer if there are fewer candidates.
     """
     cov_bt = covariances(logprobs_bt, advantages_bt, mask_bt)
     within_bt = (cov_bt > bounds[0]) & (cov_bt < bounds[1]) & (mask_bt if eligible_bt is None else eligible_bt)

@@ -2,7 +2,7 @@
 
 The ratio of a sequence is the geometric mean of its tokens' ratios, s = exp(mean log(π/π_old)), and is clipped as a
 whole. `per_token` is the paper's GSPO-token: it has the value of s and each token's own gradient, for advantages that
-differ within a sequence. verl always uses it; where A is constant in a sequence the two are equal. Aggregate with
+differ within a sequence. verl always uses it; if A is constant in a sequence the two are equal. Aggregate with
 `seq-mean-token-mean`.
 """
 

@@ -9,7 +9,7 @@ from millrace.spec.document import Document
 
 HERE = Path(__file__).parent
 ABOUT_KL = ("kl_coefficient", "kl_in")
-"""What of a preset goes with its KL, where a job does without."""
+"""What of a preset goes with its KL, if a job does without."""
 Tree = Mapping[str, Any]
 
 
