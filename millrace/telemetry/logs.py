@@ -83,7 +83,7 @@ def configure(service: str, member: str = "", stream: TextIO | None = None) -> N
     file on a full disk. Each line has `service` and `member`. The
     newest ones are kept too (`millrace.telemetry.logs`).
 
-    Raises MillraceError where MILLRACE_LOG or MILLRACE_LOG_LEVEL has an unknown value.
+    Raises MillraceError if MILLRACE_LOG or MILLRACE_LOG_LEVEL has an unknown value.
     """
     if stream is None:
         take_over_standard_streams()
@@ -151,7 +151,7 @@ def _level() -> int:
 
 
 def _line_renderers(stream: TextIO) -> list[Processor]:
-    """The processors that turn an event into a line. Raises MillraceError where MILLRACE_LOG has an unknown value."""
+    """The processors that turn an event into a line. Raises MillraceError if MILLRACE_LOG has an unknown value."""
     style = os.environ.get("MILLRACE_LOG", "console" if stream.isatty() else "json")
     strip = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     if style == "console":

@@ -63,7 +63,7 @@ class Gpus:
         self._nvml = nvml
 
     def read(self) -> list[GpuReading]:
-        """A reading of each; none where they cannot be read."""
+        """A reading of each; none if they cannot be read."""
         if self._nvml is None:
             return []
         with contextlib.suppress(self._nvml.NVMLError):
@@ -86,7 +86,7 @@ class Gpus:
         )
 
     def _ask_device(self, ask: Callable[[], Answer]) -> Answer | None:
-        """The answer; None where this kind of GPU has none."""
+        """The answer; None if this kind of GPU has none."""
         try:
             return ask()
         except self._nvml.NVMLError:
@@ -98,7 +98,7 @@ class GpuMonitor:
 
     def __init__(self, wanted: Sequence[str] | None = None, every_s: float = GPUS_EVERY_S) -> None:
         self.latest: list[GpuReading] = []
-        """Empty until the first reading, and where there is nothing to read."""
+        """Empty until the first reading, and if there is nothing to read."""
         self._wanted, self._every_s = wanted, every_s
         self._stopped = threading.Event()
 

@@ -23,7 +23,7 @@ class OneOf:
 
 
 def model_in(annotation: object) -> type[BaseModel] | None:
-    """The model that a value of this annotation is, or may be; None where it is none."""
+    """The model that a value of this annotation is, or may be; None if it is none."""
     for each in (annotation, *get_args(annotation)):
         if isinstance(each, type) and issubclass(each, BaseModel):
             return each
@@ -31,7 +31,7 @@ def model_in(annotation: object) -> type[BaseModel] | None:
 
 
 def model_at(root: type[BaseModel], location: Location) -> type[BaseModel] | None:
-    """The model of the level at `location` of a tree of `root`; None where there is no such level."""
+    """The model of the level at `location` of a tree of `root`; None if there is no such level."""
     found: type[BaseModel] | None = root
     for step in location:
         field = found.model_fields.get(str(step)) if found is not None else None
@@ -40,7 +40,7 @@ def model_at(root: type[BaseModel], location: Location) -> type[BaseModel] | Non
 
 
 def field_at(root: type[BaseModel], location: Location) -> FieldInfo | None:
-    """The field at `location` of a tree of `root`, or the field whose list is indexed there; None where there is
+    """The field at `location` of a tree of `root`, or the field whose list is indexed there; None if there is
     none."""
     names = [step for step in location if not isinstance(step, int)]
     model = model_at(root, names[:-1])

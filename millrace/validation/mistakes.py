@@ -78,7 +78,7 @@ def unwanted_numbers(tree: Mapping[str, Any], model: type[BaseModel], above: str
 
 
 def _unwanted_inside(value: Any) -> str:
-    """Why a number somewhere in `value` cannot be kept; empty where all can."""
+    """Why a number somewhere in `value` cannot be kept; empty if all can."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):

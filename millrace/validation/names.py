@@ -289,7 +289,7 @@ SIMILAR = 0.6
 
 
 def name_here(name: str, known: Collection[str]) -> str | None:
-    """The one of `known`, fields of one level or names of functions, that another framework calls `name`. None where
+    """The one of `known`, fields of one level or names of functions, that another framework calls `name`. None if
     that is none of them, or several."""
     found = [path.rpartition(".")[2] for path in paths(name)] + [VALUES.get(name.lower(), "")]
     here = [each for each in found if each in known]
@@ -308,13 +308,13 @@ def why_absent(section: str, name: str) -> str:
 
 
 def unit_note(name: str) -> str:
-    """What the number of another framework's field counts there and here; empty where it is the same."""
+    """What the number of another framework's field counts there and here; empty if it is the same."""
     return UNITS.get(name.lower(), "")
 
 
 def closest(name: str, known: Collection[str], similar: float = SIMILAR) -> str | None:
     """The known name that somebody probably meant who wrote `name`: the one that another framework calls so, or the
-    one with the most similar spelling, of at least this similarity. None where no name is similar."""
+    one with the most similar spelling, of at least this similarity. None if no name is similar."""
     if (here := name_here(name, known)) is not None:
         return here
     lowered = {each.lower(): each for each in known}

@@ -1,4 +1,4 @@
-"""The folders that jobs may use, where an operator names some."""
+"""The folders that jobs may use, if an operator names some."""
 
 import os
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ ROOTS = "MILLRACE_ROOTS"
 
 
 def roots() -> list[str]:
-    """The folders, without symbolic links; none where the variable is not set."""
+    """The folders, without symbolic links; none if the variable is not set."""
     return [os.path.realpath(root) for root in os.environ.get(ROOTS, "").split(os.pathsep) if root]
 
 

@@ -20,7 +20,7 @@ SecretReference = Annotated[
 """`env:NAME`, a variable of the process that reads the secret, or `file:/path`, a file on its host."""
 ALLOWED = "MILLRACE_JOB_SECRETS"
 """Environment variable with the references that jobs may make, separated by commas: `env:JUDGE_*,file:/run/secrets`.
-Without it, those that are not of Millrace itself, and files in the folders of MILLRACE_ROOTS where that is set."""
+Without it, those that are not of Millrace itself, and files in the folders of MILLRACE_ROOTS if that is set."""
 OWN_VARIABLES = ("MILLRACE_*", "REDIS_URL")
 OWN_FILES = ("MILLRACE_TOKEN_FILE", "MILLRACE_TLS_KEY")
 """Variables that name files with secrets of the services."""
@@ -31,7 +31,7 @@ SENDABLE = re.compile(r"[!-~]+( [!-~]+)*")
 
 
 def secret_of_job(reference: str, field: str) -> SecretStr:
-    """The secret that a job names in `field`. Raises InvalidJob where the job may not name it, where there is none, and
+    """The secret that a job names in `field`. Raises InvalidJob if the job may not name it, if there is none, and
     for one that has line breaks or characters beyond ASCII."""
     if mistake := not_allowed(reference, field):
         raise InvalidJob.of([mistake])
@@ -39,7 +39,7 @@ def secret_of_job(reference: str, field: str) -> SecretStr:
 
 
 def not_allowed(reference: str, field: str) -> Mistake | None:
-    """Why a job may not name this secret in this process; None where it may."""
+    """Why a job may not name this secret in this process; None if it may."""
     kind, _, name = reference.partition(":")
     place = os.path.realpath(name) if kind == "file" else name
     patterns = [each.strip() for each in os.environ.get(ALLOWED, "").split(",") if each.strip()]

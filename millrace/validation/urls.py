@@ -57,7 +57,7 @@ def check_of_job(url: str, field: str, shown: str) -> SplitResult:
 
 async def resolved(parts: SplitResult, field: str, shown: str) -> str:
     """An address of the host that a job may have called. The caller connects to this address: a second look-up could
-    answer another one. Raises InvalidJob where any address of the host is internal, or there is none."""
+    answer another one. Raises InvalidJob if any address of the host is internal, or there is none."""
     host = str(parts.hostname)
     try:
         async with asyncio.timeout(RESOLVE_S):
@@ -89,7 +89,7 @@ def _may_call(host: str, address: Address) -> bool:
 
 
 def _allowed(host: str, address: Address | None) -> bool:
-    """Whether an operator has allowed this host or, where it is known, this address."""
+    """Whether an operator has allowed this host or, if it is known, this address."""
     patterns = [each.strip().lower() for each in os.environ.get(ALLOWED, "").split(",") if each.strip()]
     for pattern in patterns:
         try:

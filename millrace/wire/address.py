@@ -43,7 +43,7 @@ def host_address() -> str:
 
 
 def advertise(host: str) -> None:
-    """Makes this process known to others at `host`, or at MILLRACE_HOST where `host` is empty, for weights as well:
+    """Makes this process known to others at `host`, or at MILLRACE_HOST if `host` is empty, for weights as well:
     Gloo listens at the network interface that has this address, unless GLOO_SOCKET_IFNAME names another one. By
     itself Gloo takes the address of the host's name, which may be the loopback."""
     if host:
@@ -54,7 +54,7 @@ def advertise(host: str) -> None:
 
 
 def interface_of(host: str) -> str:
-    """Name of the network interface of this machine that has the address of `host`; empty where none has."""
+    """Name of the network interface of this machine that has the address of `host`; empty if none has."""
     try:
         addresses = {str(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), None)}
     except OSError:

@@ -1,4 +1,4 @@
-"""Arrays on the wire: little-endian bytes, no copy where the host is little-endian."""
+"""Arrays on the wire: little-endian bytes, no copy if the host is little-endian."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def told_experts(experts: common_pb2.Experts) -> NDArray[np.integer]:
 
 def unpack_experts(experts: common_pb2.Experts, tokens: int) -> NDArray[np.int16]:
     """int16 [tokens, layers, experts per token]; NOT_TOLD for tokens at the end that the engine did not report. Raises
-    ValueError where `experts` are of more than `tokens` tokens."""
+    ValueError if `experts` are of more than `tokens` tokens."""
     told = told_experts(experts)
     if len(told) > tokens:
         raise ValueError(f"the engine reported experts of {len(told)} tokens, of {tokens}")
@@ -75,7 +75,7 @@ class TokenScores:
     logprobs_n: NDArray[np.float32]
     """[N], nats."""
     top_tokens_nk: NDArray[np.int32]
-    """[N, K], the most likely token first; K is 0 where none were asked for."""
+    """[N, K], the most likely token first; K is 0 if none were asked for."""
     top_logprobs_nk: NDArray[np.float32]
     """[N, K], nats."""
 
@@ -88,7 +88,7 @@ class TokenScores:
 
     @classmethod
     def of(cls, message: common_pb2.TokenScores, tokens: int, top: int) -> Self:
-        """The scores of `tokens` tokens with `top` others each. Raises ValueError where the message has other sizes, or
+        """The scores of `tokens` tokens with `top` others each. Raises ValueError if the message has other sizes, or
         a score that is NaN or infinite."""
         logprobs_n = unpack_logprobs(message.logprobs)
         top_tokens, top_logprobs = unpack_tokens(message.top_tokens), unpack_logprobs(message.top_logprobs)

@@ -88,7 +88,7 @@ def _not_addresses(field: str, text: str, reason: str) -> InvalidState:
 def token() -> str:
     """The secret that services share, from MILLRACE_TOKEN or the file that MILLRACE_TOKEN_FILE names. Empty: none.
 
-    Raises InvalidState where the file cannot be read, and for a secret that cannot be sent.
+    Raises InvalidState if the file cannot be read, and for a secret that cannot be sent.
     """
     secret = os.environ.get("MILLRACE_TOKEN", "")
     if path := os.environ.get("MILLRACE_TOKEN_FILE"):
@@ -294,7 +294,7 @@ async def _leads(address: str) -> str:
 
 
 def open_channel(module: Any, address: str) -> Any:
-    """A channel of `module`, grpc or grpc.aio, to a service of this deployment: by TLS where this process has it."""
+    """A channel of `module`, grpc or grpc.aio, to a service of this deployment: by TLS if this process has it."""
     own = identity()
     if own is None:
         return module.insecure_channel(address, options=OPTIONS)

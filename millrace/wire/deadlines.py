@@ -4,7 +4,7 @@
 FINISH_S = 60.0
 """After save_s the trainer has this long to say which rank was late."""
 COMMIT_S = 10.0
-"""Time for COMMIT where the other phases have used up deadlines.publication_s."""
+"""Time for COMMIT if the other phases have used up deadlines.publication_s."""
 DEADLINES_S: dict[str, float] = {
     "Fleet/Register": 10.0,
     "Fleet/Heartbeat": 5.0,

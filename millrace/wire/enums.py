@@ -46,7 +46,7 @@ DROP_REASON_NUMBERS = {reason: number for number, reason in DROP_REASONS.items()
 
 
 def purpose_of(number: common_pb2.Purpose) -> Purpose:
-    """Raises InvalidState where a message of another release names none that is known."""
+    """Raises InvalidState if a message of another release names none that is known."""
     if number not in PURPOSES:
         what = f"purpose: {number}: neither training nor evaluation."
         raise InvalidState(what, "run the same release of millrace everywhere.")

@@ -200,7 +200,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no typ
 
 
 async def _message(raw: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> Any:
-    """The next message of a call; None where the caller sends no more. Raises InvalidRequest where it cannot be read,
+    """The next message of a call; None if the caller sends no more. Raises InvalidRequest if it cannot be read,
     or does not come in time."""
     try:
         async with asyncio.timeout(RECEIVE_S):

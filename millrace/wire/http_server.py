@@ -28,7 +28,7 @@ class HttpServer(uvicorn.Server):
         self, app: object, keep_alive_s: int = 5, backlog: int = 2048, *, certificate_required: bool = False
     ) -> None:
         """`keep_alive_s`: how long a connection without a request is kept. `certificate_required`: callers need one by
-        TLS, which is spoken where this process has it. Raises InvalidState where it has no certificate itself."""
+        TLS, which is spoken if this process has it. Raises InvalidState if it has no certificate itself."""
         context = server_context(Use.HTTP_MEMBERS if certificate_required else Use.HTTP)
         super().__init__(
             uvicorn.Config(
@@ -58,7 +58,7 @@ class HttpServer(uvicorn.Server):
 
 @contextlib.contextmanager
 def listening(host: str, port: int, option: str, backlog: int = 1024) -> Iterator[socket.socket]:
-    """A listening socket. Raises Unavailable where the port is taken; `option` of the service names another one."""
+    """A listening socket. Raises Unavailable if the port is taken; `option` of the service names another one."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)
@@ -138,7 +138,7 @@ class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uv
         return self.cycle is None or bool(self.cycle.response_complete)
 
     def _look_again(self, before: tuple[Any, bool, int] | None) -> None:
-        """Cuts the connection off where nothing has moved since the look `before`."""
+        """Cuts the connection off if nothing has moved since the look `before`."""
         unread = self.transport.get_write_buffer_size()
         now = (self.cycle, self._between_requests, unread)
         if now == before and (self._between_requests or unread):

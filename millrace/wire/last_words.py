@@ -22,7 +22,7 @@ _open_stacks: list[IO[str]] = []
 
 
 def listen() -> None:
-    """Called in a process of the service: where a signal ends it, its stack is left behind."""
+    """Called in a process of the service: if a signal ends it, its stack is left behind."""
     if (folder := _folder()) is not None:
         _open_stacks.append((folder / f"{os.getpid()}.stack").open("w"))
         faulthandler.enable(_open_stacks[-1], all_threads=False)
@@ -35,7 +35,7 @@ def joined(member_id: str) -> None:
 
 
 def previous() -> fleet_pb2.PreviousLife | None:
-    """How the life before this one ended; None where there was none, or it ended in order."""
+    """How the life before this one ended; None if there was none, or it ended in order."""
     if (folder := _folder()) is None:
         return None
     try:

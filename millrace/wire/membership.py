@@ -62,8 +62,8 @@ class Membership:
         self._registered = False
 
     async def join(self) -> None:
-        """Registers. Raises InvalidState where the coordinator refuses this member (another protocol version, a wrong
-        token), Unavailable where it cannot be reached within the patience."""
+        """Registers. Raises InvalidState if the coordinator refuses this member (another protocol version, a wrong
+        token), Unavailable if it cannot be reached within the patience."""
         request = self._registration()
         if (before := last_words.previous()) is not None:
             request.previous.CopyFrom(before)

@@ -1,4 +1,4 @@
-"""Asks a gRPC server's health service: `python -m millrace.wire.probe host:port` exits 0 where it serves. Of several
+"""Asks a gRPC server's health service: `python -m millrace.wire.probe host:port` exits 0 if it serves. Of several
 addresses with commas one has to: a coordinator that stands by does not serve. With `--alive` any answer is enough."""
 
 import sys

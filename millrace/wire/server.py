@@ -49,7 +49,7 @@ class Server:
     """Serves `servicers` at `host:port`; port 0 takes a free one. `servicers`: for each full service name, the function
     that adds the service to a server; Logs is added to every server. `largest_bytes`: of one message that it takes.
     `observe` is called at the end of each call with the path of its method, the name of its status code, and its
-    seconds. Raises Unavailable where the port is taken."""
+    seconds. Raises Unavailable if the port is taken."""
 
     def __init__(
         self,

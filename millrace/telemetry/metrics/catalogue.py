@@ -59,7 +59,7 @@ class UndeclaredMetric(Exception):
 
 @cache
 def find(key: str) -> StepMetric | None:
-    """The declaration of `key`; None where there is none. A user-defined family covers only what no other does."""
+    """The declaration of `key`; None if there is none. A user-defined family covers only what no other does."""
     if key in _BY_KEY:
         return _BY_KEY[key]
     return next((family for family in _FAMILIES if family.covers(key)), None)

@@ -32,7 +32,7 @@ class Unit(StrEnum):
     PERPLEXITY = "perplexity"
     PROBABILITY = "probability"
     RATIO = "ratio"
-    """A quotient of two values of the same kind; 1 where they are equal, except where the meaning says otherwise."""
+    """A quotient of two values of the same kind; 1 if they are equal, except where the meaning says otherwise."""
     REPORTED = "any"
     """Whatever a user's own function reports."""
     REWARD = "reward"
@@ -102,7 +102,7 @@ class StepMetric:
 
     @cached_property
     def placeholders(self) -> tuple[str, ...]:
-        """Names of the variable parts, in their order. Raises KeyError where one is not in `PLACEHOLDERS`."""
+        """Names of the variable parts, in their order. Raises KeyError if one is not in `PLACEHOLDERS`."""
         names = tuple(re.findall(r"\{(\w+)\}", self.key))
         return tuple(name for name in names if PLACEHOLDERS[name])
 

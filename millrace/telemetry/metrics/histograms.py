@@ -21,7 +21,7 @@ class Histogram:
     """How many values are in each bin. A bin has its lower edge; the last one has both of its edges."""
 
     edges: tuple[float, ...]
-    """Ascending, one more than bins. Both are the same where all values are equal."""
+    """Ascending, one more than bins. Both are the same if all values are equal."""
     counts: tuple[int, ...]
 
 
@@ -41,7 +41,7 @@ class StepHistogram:
     """Whether the values are whole numbers; each bin is then for the same number of them."""
 
     def of(self, values: ArrayLike) -> Histogram | None:
-        """The histogram of the finite values; None where there are none. The values may have any shape."""
+        """The histogram of the finite values; None if there are none. The values may have any shape."""
         found = np.asarray(values, dtype=np.float64).ravel()
         found = found[np.isfinite(found)]
         if not found.size:
@@ -98,7 +98,7 @@ _BY_KEY = {declared.key: declared for declared in STEP_HISTOGRAMS}
 
 
 def find(key: str) -> StepHistogram | None:
-    """The declaration of `key`; None where there is none."""
+    """The declaration of `key`; None if there is none."""
     return _BY_KEY.get(key)
 
 

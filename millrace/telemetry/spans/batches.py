@@ -37,7 +37,7 @@ class Batch:
 
 
 def taken(recorder: Recorder, member: MemberId, source: LaneKind) -> tuple[bytes, int]:
-    """The spans that wait in `recorder`, at most MOST_AT_ONCE, encoded, and their number; nothing where none wait."""
+    """The spans that wait in `recorder`, at most MOST_AT_ONCE, encoded, and their number; nothing if none wait."""
     spans, dropped = recorder.take(MOST_AT_ONCE)
     return (encode(Batch(member, source, spans, dropped)), len(spans)) if spans or dropped else (b"", 0)
 
@@ -71,7 +71,7 @@ def _message(span: Span) -> spans_pb2.Span:
 
 
 def decode(data: bytes) -> Batch | None:
-    """The batch that `encode` was given, without spans of kinds that this release does not know; None where the bytes
+    """The batch that `encode` was given, without spans of kinds that this release does not know; None if the bytes
     are no batch, or too large."""
     try:
         reader = zlib.decompressobj()

@@ -48,7 +48,7 @@ class TraceContext:
 
     @classmethod
     def parse(cls, traceparent: str, *, job_id: str = "", step: int = 0, group: str = "") -> Self | None:
-        """The span that a `traceparent` names; None where the text is none."""
+        """The span that a `traceparent` names; None if the text is none."""
         found = TRACEPARENT.fullmatch(traceparent)
         if found is None:
             return None
@@ -78,7 +78,7 @@ def new_span_id() -> str:
 
 
 def current() -> TraceContext | None:
-    """The span that the caller is a part of; None where it works for no job."""
+    """The span that the caller is a part of; None if it works for no job."""
     return _current.get()
 
 
@@ -107,7 +107,7 @@ def outgoing() -> tuple[tuple[str, str], ...]:
 
 
 def incoming(metadata: Mapping[str, str | bytes]) -> TraceContext | None:
-    """The caller's span from the metadata of a call; None where the call carries none."""
+    """The caller's span from the metadata of a call; None if the call carries none."""
     traceparent, baggage = metadata.get("traceparent"), metadata.get("baggage", "")
     if not isinstance(traceparent, str) or not isinstance(baggage, str):
         return None

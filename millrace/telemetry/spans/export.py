@@ -1,4 +1,4 @@
-"""Spans over OTLP to a collector, from every service, where OpenTelemetry's variables name one.
+"""Spans over OTLP to a collector, from every service, if OpenTelemetry's variables name one.
 
 OpenTelemetry's own environment variables set everything: `OTEL_EXPORTER_OTLP_ENDPOINT` or its `_TRACES_` form switches
 the export on, others set protocol, headers, sampling, resource attributes, and the size of the queue. Spans that do not
@@ -29,7 +29,7 @@ _providers: list["TracerProvider"] = []
 def configure(service: str, member: str = "", recorder: Recorder = RECORDER) -> bool:
     """Exports the spans of this process from now on if an endpoint is set. Returns whether one is.
 
-    Raises MillraceError where an endpoint is set but the SDK or the exporter is not installed, because requested traces
+    Raises MillraceError if an endpoint is set but the SDK or the exporter is not installed, because requested traces
     must not be lost silently.
     """
     if not any(os.environ.get(name) for name in ENDPOINTS):
@@ -62,7 +62,7 @@ def flush() -> None:
 
 
 def _exporter() -> Any:
-    """The exporter of the protocol that the environment names; gRPC where it names none. Raises ImportError."""
+    """The exporter of the protocol that the environment names; gRPC if it names none. Raises ImportError."""
     protocol = next((value for name in PROTOCOLS if (value := os.environ.get(name))), "grpc")
     if protocol == HTTP:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter

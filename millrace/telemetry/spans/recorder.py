@@ -30,7 +30,7 @@ class Span:
     detail: str = ""
     """What more the kind does not say, such as the name of a tool."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Numbers by name: tokens, bytes, samples; `failed` is 1 where the work ended with an error."""
+    """Numbers by name: tokens, bytes, samples; `failed` is 1 if the work ended with an error."""
     links: tuple[TraceContext, ...] = ()
     """Spans of other traces that it belongs together with."""
 
@@ -85,7 +85,7 @@ class Recorder:
         links: tuple[TraceContext, ...] = (),
         at_least_s: float = 0.0,
     ) -> Iterator[OpenSpan]:
-        """Records the block as a part of the current span, or of `parent`; nothing where there is neither, or the block
+        """Records the block as a part of the current span, or of `parent`; nothing if there is neither, or the block
         took less than `at_least_s` seconds."""
         above = parent or current()
         if above is None or not self.enabled:

@@ -20,7 +20,7 @@ class Callers:
     """Looks up certificates in the lists of revoked ones. gRPC for Python takes no such lists."""
 
     def __init__(self, ca: bytes, crl: bytes) -> None:
-        """PEM texts; `crl` may be empty. Raises InvalidState where they cannot be used."""
+        """PEM texts; `crl` may be empty. Raises InvalidState if they cannot be used."""
         from cryptography import x509
 
         try:
@@ -33,7 +33,7 @@ class Callers:
         self._known = functools.lru_cache(maxsize=1024)(self._look_up)
 
     def check(self, pem: bytes) -> None:
-        """Raises Untrusted where the certificate has expired or was revoked, or a list of its issuer is too old."""
+        """Raises Untrusted if the certificate has expired or was revoked, or a list of its issuer is too old."""
         name, expires, valid_until, revoked = self._known(pem)
         now = datetime.datetime.now(datetime.UTC)
         if revoked:

@@ -94,8 +94,8 @@ def untrusted(address: str, fault: TlsFault, name: str = "") -> Untrusted:
 
 
 def diagnose(host: str, port: int, *, encrypted: bool | None = None) -> Untrusted | None:
-    """What keeps this process from a connection to a server; None where nothing does, or the server cannot be reached.
-    `encrypted`: whether the process speaks TLS there; None: where it has an identity. Blocks for a few seconds at
+    """What keeps this process from a connection to a server; None if nothing does, or the server cannot be reached.
+    `encrypted`: whether the process speaks TLS there; None: if it has an identity. Blocks for a few seconds at
     most."""
     own, address = identity(), f"{host}:{port}"
     if encrypted is None:
@@ -139,7 +139,7 @@ def _after_handshake(connection: ssl.SSLSocket, own: Identity | None, address: s
 
 
 def _refusal(own: Identity | None, address: str, alert: str) -> Untrusted:
-    """The error where the other side refuses the certificate of this process."""
+    """The error if the other side refuses the certificate of this process."""
     from cryptography import x509
 
     if own is None or not own.contents.cert:

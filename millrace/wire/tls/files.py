@@ -35,7 +35,7 @@ class Settings:
 
     @classmethod
     def of_environment(cls) -> Self | None:
-        """What MILLRACE_TLS_* say; None where no file is named. Raises InvalidState where one is missing."""
+        """What MILLRACE_TLS_* say; None if no file is named. Raises InvalidState if one is missing."""
         found = {field.name: os.environ.get(f"MILLRACE_TLS_{field.name.upper()}", "") for field in fields(cls)}
         settings = cls(**found | {"rest_clients": found["rest_clients"] or OPTIONAL})
         if not (settings.cert or settings.key or settings.ca or settings.crl):
@@ -51,7 +51,7 @@ class Settings:
         return settings
 
     def stamp(self) -> Stamp:
-        """Raises InvalidState where a file cannot be read."""
+        """Raises InvalidState if a file cannot be read."""
         found = []
         for variable, path in self._named():
             try:
@@ -62,7 +62,7 @@ class Settings:
         return tuple(found)
 
     def read(self) -> "Contents":
-        """Raises InvalidState where a file cannot be read."""
+        """Raises InvalidState if a file cannot be read."""
         found = dict.fromkeys((CERT, KEY, CA, CRL), b"")
         for variable, path in self._named():
             try:
@@ -73,7 +73,7 @@ class Settings:
         return Contents(*found.values())
 
     def context(self, use: "Use") -> ssl.SSLContext:
-        """A context of Python's ssl with the files as they are now. Raises InvalidState where they do not fit
+        """A context of Python's ssl with the files as they are now. Raises InvalidState if they do not fit
         together."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if use is Use.CLIENT else ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -21,7 +21,7 @@ LOOK_EVERY_S = 1.0
 
 
 class Identity:
-    """Raises InvalidState where the files cannot be used."""
+    """Raises InvalidState if the files cannot be used."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -131,7 +131,7 @@ class _Current(ssl.SSLContext):
 
 
 def identity() -> Identity | None:
-    """The identity that MILLRACE_TLS_* name; None without them. Raises InvalidState where it cannot be used."""
+    """The identity that MILLRACE_TLS_* name; None without them. Raises InvalidState if it cannot be used."""
     settings = Settings.of_environment()
     return None if settings is None else _identity(settings)
 
@@ -147,7 +147,7 @@ def scheme() -> str:
 
 
 def server_context(use: Use = Use.HTTP) -> ssl.SSLContext | None:
-    """The context of a server; None where this process speaks plaintext. Raises InvalidState without a certificate."""
+    """The context of a server; None if this process speaks plaintext. Raises InvalidState without a certificate."""
     found = identity()
     return None if found is None else found.lasting_context(use)
 

@@ -51,7 +51,7 @@ class Door:
 
 def way_to(host: str, port: int, within_s: float) -> tuple[str, int]:
     """The address at which a library connects to the server at `host`:`port`, within `within_s`: a port of the loopback
-    that leads there by TLS; the address itself where this process has no identity."""
+    that leads there by TLS; the address itself if this process has no identity."""
     own = identity()
     if own is None:
         return host.strip("[]"), port

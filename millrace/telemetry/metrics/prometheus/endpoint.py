@@ -48,7 +48,7 @@ class MetricsEndpoint:
         refresh: Callable[[], None],
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Listens from now on, by TLS with the context `tls`. Raises Unavailable where the port is taken. To be called
+        """Listens from now on, by TLS with the context `tls`. Raises Unavailable if the port is taken. To be called
         on the event loop."""
         self._loop, self._refresh = asyncio.get_running_loop(), refresh
         page: WSGIApplication = make_wsgi_app(registry)

@@ -1,6 +1,6 @@
 """Prometheus metrics of trainer and replicas: each member's own part in publications, and the GPUs that it uses.
 
-GPUs are measured by NVML where the package `nvidia-ml-py` is installed, which the engines' GPU builds bring. A replica
+GPUs are measured by NVML if the package `nvidia-ml-py` is installed, which the engines' GPU builds bring. A replica
 tells of the GPUs that it may use on its own host, the trainer of the GPU of each rank.
 """
 

@@ -54,7 +54,7 @@ class DeclaredRegistry(CollectorRegistry):
         self._owner = owner
 
     def register(self, collector: Collector) -> None:
-        """Registers `collector`. Raises UndeclaredMetric in strict mode where one of its metrics is not declared."""
+        """Registers `collector`. Raises UndeclaredMetric in strict mode if one of its metrics is not declared."""
         for family in collector.collect():
             if self._owner not in _OWNERS.get(family.name, ()):
                 place = "millrace/telemetry/metrics/prometheus"
