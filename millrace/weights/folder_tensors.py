@@ -27,7 +27,7 @@ TIED = "tie_word_embeddings"
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor, without the scales of quantized ones; empty where there are no safetensors, or one of
+    """The shape of each tensor, without the scales of quantized ones; empty if there are no safetensors, or one of
     them cannot be read."""
     try:
         index = folder / INDEX

@@ -70,7 +70,7 @@ class PublicationState:
     def advance(self, publication: PublicationId, phase: Phase) -> "PublicationState":
         """The state after `phase`. The same object where that phase was reached before: the caller does nothing then.
 
-        Raises Fenced for a publication older than the newest known one, InvalidState where a phase was left out.
+        Raises Fenced for a publication older than the newest known one, InvalidState if a phase was left out.
         """
         current = self.publication
         if current is not None and current.job == publication.job and publication < current:

@@ -49,7 +49,7 @@ class PlayedEpisode:
     """None: it was not scored."""
     metrics: dict[str, float] = field(default_factory=dict)
     error: str = ""
-    """Why it failed; empty where it did not."""
+    """Why it failed; empty if it did not."""
     branches: list[Branch] = field(default_factory=list)
 
     def json(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """An engine worker's layout, learned by running the engine's own loader once on tensors whose memory is never touched.
 
 Nothing is written: a copy to a parameter is recorded instead of made. A tensor goes whole through the loader with each
-version where the loader changes it on the way, takes a part of it that is no box, or puts it where it also writes in
+version if the loader changes it on the way, takes a part of it that is no box, or puts it where it also writes in
 another way than by copying.
 """
 
@@ -49,8 +49,8 @@ class LearnedLayout:
 def learn_layout(
     load: Load, manifest: Manifest, parameters: Mapping[str, torch.Tensor], padded: frozenset[str] = frozenset()
 ) -> LearnedLayout:
-    """Runs `load` on every tensor of the manifest, writing nothing. Raises InvalidJob where `load` refuses one, and
-    where a parameter would keep a value that is never published.
+    """Runs `load` on every tensor of the manifest, writing nothing. Raises InvalidJob if `load` refuses one, and
+    if a parameter would keep a value that is never published.
 
     `parameters` are all of the worker's tensors by name; tied ones may appear under several. `padded` names those that
     are larger than what is published (a vocabulary padded for the kernels).

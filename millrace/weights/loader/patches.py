@@ -29,7 +29,7 @@ class Concatenations:
 
     def split_copy(self, target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """Splits a copy from `source` to `target`, of the same shape, into one copy for each part: (target, source) of
-        each. None where `source` is not made of whole rows of a concatenation."""
+        each. None if `source` is not made of whole rows of a concatenation."""
         result, parts = self._made.get(source.untyped_storage().data_ptr(), (source, ()))
         if not parts:
             return [(target, source)]

@@ -30,7 +30,7 @@ def pieces(module: nn.Module, name: str, whole: Tensor) -> dict[str, Tensor]:
 
 
 def views(module: nn.Module, name: str, whole: Tensor) -> dict[str, Tensor] | None:
-    """The same as views of `whole`; None where one of them is not a view of it."""
+    """The same as views of `whole`; None if one of them is not a view of it."""
     with _NoCopies():
         found = pieces(module, name, whole)
     storage = whole.untyped_storage()._cdata

@@ -56,7 +56,7 @@ class Layout:
     def locate(self, pieces: Boxes, *, every: bool) -> tuple[Ints, "Layout"]:
         """The places of `pieces` in this rank's memory: row in `pieces`, and a layout of the same length.
 
-        With `every`, all places of a piece (tied weights may be stored twice), else one. Raises ValueError where a
+        With `every`, all places of a piece (tied weights may be stored twice), else one. Raises ValueError if a
         piece overlaps a box without being inside it.
         """
         rows, others = overlaps(pieces, self.boxes)

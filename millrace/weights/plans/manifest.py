@@ -78,7 +78,7 @@ class Manifest:
 
     @classmethod
     def from_proto(cls, proto: weights_pb2.Manifest) -> "Manifest":
-        """Raises ValueError where the hash is not that of the tensors: another release computes it differently.
+        """Raises ValueError if the hash is not that of the tensors: another release computes it differently.
         Raises InvalidState for an unknown content."""
         return _read(proto.SerializeToString(deterministic=True))
 

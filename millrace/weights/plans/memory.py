@@ -50,7 +50,7 @@ class PieceInMessage:
     in_memory: torch.Tensor
     in_message: torch.Tensor
     computed: ComputedBuffer | None = None
-    """The buffer of `in_memory`, where other values are sent than it holds."""
+    """The buffer of `in_memory`, if other values are sent than it holds."""
 
 
 def pieces_in_message(

@@ -6,8 +6,8 @@
 3. The pieces that one rank sends to another are cut, in the manifest's order, into contents: the bytes of one message.
 4. Contents are dealt to rounds, so that in a round no rank sends or receives more than about MESSAGE_BYTES, all links
    work at once, and all receivers get bytes evenly.
-5. Replicas with the same layout pass contents on in a chain where the trainer could not send fast enough to all, and
-   where they share a host that has no senders: what one of them got need not cross the network again. So one content
+5. Replicas with the same layout pass contents on in a chain if the trainer could not send fast enough to all, and
+   if they share a host that has no senders: what one of them got need not cross the network again. So one content
    may travel in several messages: its hops.
 
 Pure and torch-free. Every rank computes the same plan, and its hash is compared before anything is sent.
@@ -114,9 +114,9 @@ def plan(
     hosts: Sequence[str] = (),
 ) -> ShardedPlan:
     """`senders` and `receivers`: the boxes that each rank holds or wants, by rank; senders come first in the
-    communicator. `hosts`: the name of each rank's host, "" where it is not known; empty: none is.
+    communicator. `hosts`: the name of each rank's host, "" if it is not known; empty: none is.
 
-    Raises PublicationFailed where a receiver wants something that no sender holds.
+    Raises PublicationFailed if a receiver wants something that no sender holds.
     """
     wanted = WantedPieces.of(manifest, senders, receivers, max(ALIGNED, message_bytes // GRAINS))
     world = len(senders) + len(receivers)

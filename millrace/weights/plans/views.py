@@ -20,11 +20,11 @@ class ViewedBox:
     offset: tuple[int, ...]
     extent: tuple[int, ...]
     along: tuple[int | None, ...]
-    """For each dimension of the tensor, the dimension of the view that runs along it; None where the extent is 1."""
+    """For each dimension of the tensor, the dimension of the view that runs along it; None if the extent is 1."""
 
 
 def viewed_box(shape: Sequence[int], view: Strided) -> ViewedBox | None:
-    """The box of a contiguous tensor of `shape` that a view of it shows. None where the view is not a box: it repeats
+    """The box of a contiguous tensor of `shape` that a view of it shows. None if the view is not a box: it repeats
     or skips elements, or crosses the edge of a dimension."""
     start, extents, steps = view
     strides = row_major_strides(shape)

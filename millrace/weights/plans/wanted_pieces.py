@@ -83,7 +83,7 @@ def _hashed(ranks: Ints) -> NDArray[np.uint64]:
 
 
 def _check_whole(manifest: Manifest, wants: Boxes, rows: Ints, pieces: Boxes) -> None:
-    """Raises PublicationFailed where `pieces`, parts of `wants[rows]`, do not cover all of `wants`."""
+    """Raises PublicationFailed if `pieces`, parts of `wants[rows]`, do not cover all of `wants`."""
     found = sums(rows, pieces.numel, len(wants))
     if missing := np.unique(wants.tensor[found < wants.numel]).tolist():
         names = ", ".join(manifest.tensors[i].name for i in missing[:5])

@@ -15,7 +15,7 @@ LARGEST_MESSAGE_BYTES = 1 << 40
 
 
 def encode(ranks: Sequence[Boxes], hosts: Sequence[str] = ()) -> weights_pb2.Layouts:
-    """The boxes that each rank holds or wants, and the name of its host; empty where that is not known. A layout that
+    """The boxes that each rank holds or wants, and the name of its host; empty if that is not known. A layout that
     several ranks have is sent once."""
     number: dict[bytes, int] = {}
     layouts = weights_pb2.Layouts(host_of_rank=hosts)
@@ -79,7 +79,7 @@ class Planner:
         """The manifest's hash and the encoded layouts that it was computed from, and the plan."""
 
     def plan(self, manifest: Manifest, layouts: weights_pb2.Sides) -> ShardedPlan:
-        """Raises PublicationFailed where a receiver wants something that no sender holds."""
+        """Raises PublicationFailed if a receiver wants something that no sender holds."""
         encoded = layouts.SerializeToString(deterministic=True)
         if self._latest is None or self._latest[:2] != (manifest.hash, encoded):
             message_bytes = min(layouts.message_bytes or MESSAGE_BYTES, LARGEST_MESSAGE_BYTES)

@@ -153,7 +153,7 @@ def _addressable(tensor: torch.Tensor) -> bool:
 
 
 def described(piece: PieceInMessage) -> list[int] | None:
-    """A piece as `struct Piece` in kernels.cu, FIELDS words. None where the kernels do not support it."""
+    """A piece as `struct Piece` in kernels.cu, FIELDS words. None if the kernels do not support it."""
     in_memory, in_message = piece.in_memory, piece.in_message
     dims = _merged(in_memory.shape, in_memory.stride())
     if len(dims) > 4 or piece.computed is not None:

@@ -44,7 +44,7 @@ class TransferTimes:
     """Unpacking and comparing."""
     whole_s: float
     code_s: float = 0.0
-    """Encoding or decoding, where only changes travel."""
+    """Encoding or decoding, if only changes travel."""
 
     @property
     def wire_s(self) -> float:
@@ -75,14 +75,14 @@ class SlotRing:
         self._claimed = [-1] * len(self._memory)
 
     def claim(self, step: int) -> None:
-        """Claims a step's slot, before it is written. Raises PublicationFailed where a later step has claimed it."""
+        """Claims a step's slot, before it is written. Raises PublicationFailed if a later step has claimed it."""
         index = step % len(self._memory)
         if self._claimed[index] not in (-1, step - len(self._memory)):
             raise PublicationFailed(f"slot {index} was claimed for step {self._claimed[index]} before {step}.")
         self._claimed[index] = step
 
     def check(self, step: int) -> None:
-        """Checks a step's slot, before it is read. Raises PublicationFailed where it holds another step's bytes."""
+        """Checks a step's slot, before it is read. Raises PublicationFailed if it holds another step's bytes."""
         if (held := self._claimed[step % len(self._memory)]) != step:
             raise PublicationFailed(
                 f"a slot holds step {held} where {step} was to be read.", "report it with the plan."
@@ -181,7 +181,7 @@ class ReceivePipeline:
     def run(self, channel: MessageExchange, *, onto_base: bool = False) -> ReceivedMessages:
         """Receives everything, and passes on the contents that other replicas get from this rank. With `onto_base`,
         each message holds what memory holds now before it is received: for a channel that brings only what changed.
-        Raises PublicationFailed where that fails, or where memory does not hold what was put in place."""
+        Raises PublicationFailed if that fails, or if memory does not hold what was put in place."""
         progress = _Progress(Stopwatch(self.stream), Stopwatch(self.stream), onto_base)
         began = time.perf_counter()
         self._ring.restart()
@@ -242,7 +242,7 @@ class ReceivePipeline:
 
     def apply(self) -> tuple[float, float]:
         """Puts what was staged in place and compares it there: on a CPU bit for bit, on a GPU by checksums. Returns the
-        seconds of both. Raises PublicationFailed where memory does not hold what was received."""
+        seconds of both. Raises PublicationFailed if memory does not hold what was received."""
         assert self._all_rounds is not None, "only what was staged is to be put in place"
         began = time.perf_counter()
         self.stream.follow_current()

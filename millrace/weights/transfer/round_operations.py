@@ -86,7 +86,7 @@ class HostRoundOperations:
 
 
 def message_checksums(rounds: Sequence[RoundOperations]) -> Mapping[int, int]:
-    """Message number → checksum, for all messages of `rounds`. A GPU is read once, on the current stream: where an
+    """Message number → checksum, for all messages of `rounds`. A GPU is read once, on the current stream: if an
     engine computes on that stream, this waits for the engine's batch."""
     return rounds[0].read_checksums(rounds) if rounds else {}
 

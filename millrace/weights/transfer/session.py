@@ -36,7 +36,7 @@ class PublicationSession:
 
     @property
     def key(self) -> str:
-        """Key of the communicator that this rank is in; empty where it is in none, or in one that failed."""
+        """Key of the communicator that this rank is in; empty if it is in none, or in one that failed."""
         channel = self._channel
         return channel.key if channel is not None and channel.failure is None else ""
 
@@ -50,7 +50,7 @@ class PublicationSession:
         """Joins the communicator, unless this rank is in it already, and does `work` on its channel. A failure here
         fails all ranks.
 
-        `deadline` is a time of time.monotonic(). Raises PublicationFailed, and OutOfMemory where `work` does before
+        `deadline` is a time of time.monotonic(). Raises PublicationFailed, and OutOfMemory if `work` does before
         anything else has failed.
         """
         watchdog = threading.Timer(max(0.0, deadline - time.monotonic()), self.fail, ["its deadline has passed"])
@@ -158,7 +158,7 @@ class FailureSignal:
         self._thread.start()
 
     def send(self, reason: str) -> None:
-        """Tells all other ranks; does nothing where the store is lost. Returns after at most SEND_S."""
+        """Tells all other ranks; does nothing if the store is lost. Returns after at most SEND_S."""
         self._stopped.set()
         sending = threading.Thread(target=self._store_reason, args=(reason,), name=f"send {self._key}", daemon=True)
         sending.start()

@@ -42,7 +42,7 @@ def serve_store(host: str, world_size: int | None, timeout_s: float) -> tuple[TC
 
 
 def connect_store(host: str, port: int, timeout_s: float, world_size: int | None = None) -> TCPStore:
-    """A client of a store that `serve_store` serves. Raises RuntimeError where it does not answer in time."""
+    """A client of a store that `serve_store` serves. Raises RuntimeError if it does not answer in time."""
     limit = timedelta(seconds=timeout_s)
     host, port = ("127.0.0.1", port) if is_loopback(host) else way_to(host, port, timeout_s)
     return TCPStore(host, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)

@@ -90,14 +90,14 @@ def refuse_recurrent(model: str, engine: str, shown: Collection[str] = ()) -> No
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """The config of a model folder; empty where it has none."""
+    """The config of a model folder; empty if it has none."""
     path = Path(model) / "config.json"
     config: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return config
 
 
 def check_tied_head(model: PoolModel) -> None:
-    """Raises InvalidJob where the config ties the output layer to the embedding and the folder stores another one:
+    """Raises InvalidJob if the config ties the output layer to the embedding and the folder stores another one:
     vLLM computes with the embedding then, transformers with the stored layer."""
     from transformers import AutoConfig
 

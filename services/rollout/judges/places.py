@@ -42,7 +42,7 @@ class JudgeUrl:
     """A judge behind a URL. See `JudgePlace`."""
 
     def __init__(self, judge: Judge, field: str) -> None:
-        """`field`: path of the judge in the job spec. Raises InvalidJob where its key cannot be read here."""
+        """`field`: path of the judge in the job spec. Raises InvalidJob if its key cannot be read here."""
         self._url = (judge.url or "").rstrip("/")
         self.model = judge.model or ""
         key = judge.api_key

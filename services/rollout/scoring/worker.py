@@ -1,7 +1,7 @@
 """One scoring process: reads JSON lines on its standard input, answers each on what was its standard output.
 
 First line in: the fields of `RewardSetup`, {parent, control}. First line out: {"ready": true, "missing": [[boundary,
-reason], ...]}, or {"refused": {what, fix}}, or {"uncontained": [[boundary, reason], ...]} where
+reason], ...]}, or {"refused": {what, fix}}, or {"uncontained": [[boundary, reason], ...]} if
 the job requires every boundary. From then on one request at a time, {id, term, data_source, answers, ground_truth,
 extra_info}; the answer is {id, seconds} and {outcomes: [{score, details}, ...]}, {failure} or {out_of_memory}. It ends
 when its input does.

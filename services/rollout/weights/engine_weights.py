@@ -100,7 +100,7 @@ class EngineWeights(Protocol):
     async def commit(self, version: Version | None, cache_policy: CachePolicy) -> CommitReport:
         """Pauses, keeping requests in flight, puts what was received in place, compares, resumes. `version` is served
         from then on; None: nothing is, because what was received is only the base of an adapter. Raises InvalidJob
-        where the engine's model has no place for a tensor."""
+        if the engine's model has no place for a tensor."""
 
     async def abort_receive(self) -> None:
         """Ends what `prepare` began and frees its memory. Idempotent."""

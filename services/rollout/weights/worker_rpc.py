@@ -1,7 +1,7 @@
 """Calls from a replica into its engine's worker processes: frames on a socket, answered by a thread in each.
 
 On one host it is a Unix socket that only the replica's user can open. Where the engine lies on several hosts, it is a
-TCP socket, by mutual TLS where the replica has an identity, and a worker shows the secret that it was told with the
+TCP socket, by mutual TLS if the replica has an identity, and a worker shows the secret that it was told with the
 address.
 
 An engine's own call into its workers waits for the batch that runs, which is one step of generation each time, and

@@ -25,11 +25,11 @@ class PendingExchange(Protocol):
     def wait_received(self, stream: Any = None) -> None:
         """Returns when the received data may be read. On a CPU that is when it has arrived. On a GPU with a CUDA
         `stream` it is at once: work that is put on that stream after this call waits for the data. Raises
-        PublicationFailed where a message does not arrive."""
+        PublicationFailed if a message does not arrive."""
 
     def wait(self) -> None:
         """Returns when everything was sent and received, on a GPU too, and its memory may be reused. Raises
-        PublicationFailed where that fails."""
+        PublicationFailed if that fails."""
 
 
 class MessageExchange(Protocol):
@@ -43,7 +43,7 @@ class MessageExchange(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises PublicationFailed where the channel has failed: for a caller that waits for something else
+        """Raises PublicationFailed if the channel has failed: for a caller that waits for something else
         meanwhile."""
 
 

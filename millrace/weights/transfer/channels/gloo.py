@@ -21,7 +21,7 @@ from millrace.weights.transfer.store import connect_store
 POLL_EVERY_S = 0.05
 """How soon an abort ends waiting for a round."""
 LONGEST_S = 24 * 3600.0
-"""Gloo's timeout where the channel has no deadline."""
+"""Gloo's timeout if the channel has no deadline."""
 DISCONNECT_AFTER_S = 0.3
 """Delay between an abort and closing the connections: the others get the failure signal before they see that."""
 NO_WAIT = timedelta(milliseconds=1)
@@ -54,7 +54,7 @@ class GlooChannel(ChannelState):
         """Joins communicator `key` at the store; returns when all ranks have joined.
 
         `timeout_s` bounds the rendezvous and each later operation. Rank 0 passes the `store` it serves. Raises
-        PublicationFailed where a rank does not come.
+        PublicationFailed if a rank does not come.
         """
         limit = timedelta(seconds=timeout_s)
         try:

@@ -46,7 +46,7 @@ class NcclChannel(ChannelState):
     @classmethod
     def join(cls, identity: bytes, *, key: str, rank: int, world_size: int, device: torch.device) -> "NcclChannel":
         """Returns when all ranks have joined, which NCCL does not limit in time: call it where waiting can be
-        interrupted. Raises PublicationFailed where NCCL cannot connect."""
+        interrupted. Raises PublicationFailed if NCCL cannot connect."""
         from cupy.cuda import nccl
 
         torch.cuda.set_device(device)
@@ -86,7 +86,7 @@ class NcclChannel(ChannelState):
         return NcclExchange(self, event, [*sends, *receives])
 
     def check(self) -> None:
-        """Raises PublicationFailed where the channel has failed, a peer is gone, or the deadline has passed."""
+        """Raises PublicationFailed if the channel has failed, a peer is gone, or the deadline has passed."""
         super().check()
         now = time.monotonic()
         if now > self.deadline:

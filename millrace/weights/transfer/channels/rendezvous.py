@@ -42,7 +42,7 @@ class Rendezvous:
 
 
 def nccl_id(gpu: bool) -> bytes:
-    """A new unique id of NCCL, which all ranks of a communicator need; empty where they use Gloo."""
+    """A new unique id of NCCL, which all ranks of a communicator need; empty if they use Gloo."""
     if not gpu:
         return b""
     from millrace.weights.transfer.channels.nccl import unique_id
@@ -53,7 +53,7 @@ def nccl_id(gpu: bool) -> bytes:
 def join(rendezvous: Rendezvous, failure: Callable[[], PublicationFailed | None]) -> Channel:
     """Blocks until all ranks have joined.
 
-    Raises PublicationFailed where a rank does not come, or the error that `failure` returns as soon as it returns one;
+    Raises PublicationFailed if a rank does not come, or the error that `failure` returns as soon as it returns one;
     a channel that is ready only after that is closed.
     """
     return interruptible(f"communicator {rendezvous.key}", lambda: _channel(rendezvous), failure, _close_late)
@@ -68,7 +68,7 @@ def interruptible(
     """The result of `work`, which runs in a thread of its own, so that the caller is never blocked in it.
 
     Raises the error that `failure` returns as soon as it returns one; `discard` gets a result that comes after that.
-    `what` names the result in the error that is raised where `work` fails.
+    `what` names the result in the error that is raised if `work` fails.
     """
     task = _Task(what, work, discard)
     while not task.over.wait(POLL_EVERY_S):

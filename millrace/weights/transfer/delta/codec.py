@@ -11,7 +11,7 @@ Three ways to write the changes of a message:
 * gaps: for each change one byte for the distance to the change before, and one for the difference. A distance above 255
   is written as changes by zero in between.
 * bitmap: one bit for each word of the message, and one byte for each difference.
-* whole: the message itself, where that is shorter.
+* whole: the message itself, if that is shorter.
 
 A difference that does not fit in one byte is written apart in both: place (4 bytes) and the new word (2 bytes).
 """
@@ -135,7 +135,7 @@ def apply(header: Header, encoded: torch.Tensor, message: torch.Tensor) -> None:
     """Makes the base in `message` ([bytes] uint8) the version that was encoded, in place. Not for Coding.WHOLE.
 
     Corrupt input cannot write out of bounds; the checksum detects it. Raises PublicationFailed
-    where they contradict the header.
+    if they contradict the header.
     """
     words, large = message.view(torch.int16), header.large
     last = len(words) - 1

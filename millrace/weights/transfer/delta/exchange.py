@@ -25,8 +25,8 @@ class Snapshot:
     """
 
     def __init__(self, plan_hash: bytes, sizes: Mapping[int, int], device: torch.device) -> None:
-        """`sizes`: bytes of each content's message. The host memory is pinned where `device` is a GPU. Raises
-        RuntimeError where there is not enough."""
+        """`sizes`: bytes of each content's message. The host memory is pinned if `device` is a GPU. Raises
+        RuntimeError if there is not enough."""
         self.plan_hash = plan_hash
         self.publication = ""
         """Key of the publication whose messages these are; empty for none."""

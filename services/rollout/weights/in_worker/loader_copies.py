@@ -49,7 +49,7 @@ class LoaderCopies:
         return sorted(set(wrong))
 
     def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Tensor `name` as the parameters hold it now, shaped as `like`; NaN where this worker holds nothing of it."""
+        """Tensor `name` as the parameters hold it now, shaped as `like`; NaN if this worker holds nothing of it."""
         whole = torch.full_like(like, float("nan"))
         for copy in self.copies:
             if copy.name == name:
