@@ -128,7 +128,7 @@ async def _until_signalled(settings: "Settings") -> None:
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    """uvloop's event loop where it is installed: about twice as fast for small calls."""
+    """uvloop's event loop if it is installed: about twice as fast for small calls."""
     try:
         import uvloop
     except ImportError:

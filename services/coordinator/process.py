@@ -72,8 +72,8 @@ class Coordinator:
         self._redis: RedisServer | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Stands by, leads, and stands by again where another coordinator leads, until `stop` is set. Raises
-        Unavailable or InvalidState where it cannot start or continue."""
+        """Stands by, leads, and stands by again when another coordinator leads, until `stop` is set. Raises
+        Unavailable or InvalidState if it cannot start or continue."""
         with contextlib.ExitStack() as held:
             http = held.enter_context(listening(self._settings.http_host, self._settings.http_port, "--http-port"))
             url = self._settings.redis_url or await self._embedded(held)
@@ -191,7 +191,7 @@ async def _redis_answers(store: Store, within_s: float | None) -> None:
 
 
 async def _unless(stop: asyncio.Event, work: asyncio.Task[None]) -> bool:
-    """Waits for the work, and answers True; cancels it and answers False where `stop` is set before."""
+    """Waits for the work, and answers True; cancels it and answers False if `stop` is set before."""
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""The embedded redis-server, used where no REDIS_URL is given."""
+"""The embedded redis-server, used if no REDIS_URL is given."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ class RedisServer:
         return f"unix://{self._socket}"
 
     async def start(self) -> None:
-        """Raises Unavailable where there is no redis-server or it does not start."""
+        """Raises Unavailable if there is no redis-server or it does not start."""
         server = executable()
         private_folder(self._folder)
         if self._socket.parent != self._folder.absolute():
@@ -108,7 +108,7 @@ class RedisServer:
         return True
 
     async def watch(self) -> None:
-        """Starts redis-server again whenever it ends. Raises Unavailable where that happens too often."""
+        """Starts redis-server again whenever it ends. Raises Unavailable if that happens too often."""
         clock = asyncio.get_running_loop().time
         ends: list[float] = []
         while True:
@@ -192,7 +192,7 @@ def executable() -> str:
 
 
 def _socket(folder: Path) -> Path:
-    """A socket in the folder, or in a private folder of its own where that path is too long for a socket."""
+    """A socket in the folder, or in a private folder of its own if that path is too long for a socket."""
     path = folder.absolute() / "redis.sock"
     if len(os.fsencode(path)) <= LONGEST:
         return path
@@ -202,7 +202,7 @@ def _socket(folder: Path) -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """The folder of a socket outside the state folder. Raises Unavailable where it is not private."""
+    """The folder of a socket outside the state folder. Raises Unavailable if it is not private."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.getuid() or folder.lstat().st_mode & 0o077:
         raise Unavailable(
@@ -213,7 +213,7 @@ def _make_private(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """A lock on the state folder. Raises InvalidState where another coordinator has it."""
+    """A lock on the state folder. Raises InvalidState if another coordinator has it."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

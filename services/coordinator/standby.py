@@ -44,8 +44,8 @@ class Standby:
         """Who led when it was looked at last."""
 
     async def wait(self, store: Store, stop: asyncio.Event, *, back: bool) -> bool:
-        """Waits until this coordinator leads, and answers True; False where it was stopped before. `back`: as
-        `Leadership.take`. Raises StoreDown, Unavailable where the port of gRPC is taken."""
+        """Waits until this coordinator leads, and answers True; False if it was stopped before. `back`: as
+        `Leadership.take`. Raises StoreDown, Unavailable if the port of gRPC is taken."""
         leader = await store.lead(self._own, self._lease_s, back=back)
         if leader is None:
             return True
@@ -115,7 +115,7 @@ class _Refusing(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
 
 async def bound(server: Any) -> Server:
     """The server that `server()` makes. The port may still be that of the server before it for a moment. Raises
-    Unavailable where it stays taken."""
+    Unavailable if it stays taken."""
     deadline = asyncio.get_running_loop().time() + BIND_S
     while True:
         try:

@@ -78,7 +78,7 @@ class Hook:
         return self.field != OWN
 
     def key(self) -> bytes | None:
-        """The key that signs; None where messages are not signed. Raises InvalidJob."""
+        """The key that signs; None if messages are not signed. Raises InvalidJob."""
         if self.settings.secret is None:
             return None
         read = secret_of_job if self.of_job else secret
@@ -149,7 +149,7 @@ class Webhooks:
 
     async def test(self, job: JobRecord | None) -> list[WebhookResult]:
         """Sends a test message once to each webhook of the job, or to that of the coordinator. Raises InvalidState
-        where there is none."""
+        if there is none."""
         hooks = list(_of(job)) if job is not None else [each for each in (self._own,) if each is not None]
         if not hooks:
             whose = "the coordinator has none" if job is None else f"{job.id} has none"
@@ -262,7 +262,7 @@ async def _tried(hook: Hook, message: WebhookMessage) -> WebhookResult:
 
 
 async def _send(hook: Hook, message: WebhookMessage) -> None:
-    """One attempt. Nothing of the answer but its status is read. Raises NotDelivered; InvalidJob and Unavailable where
+    """One attempt. Nothing of the answer but its status is read. Raises NotDelivered; InvalidJob and Unavailable if
     another attempt is of no use."""
     url, body, now = hook.url(), message.model_dump_json().encode(), int(time.time())
     headers = {

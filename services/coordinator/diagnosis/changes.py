@@ -29,15 +29,15 @@ class Change:
     """A change that may help."""
 
     setting: str
-    """A field of the spec; empty where it is none of the job's."""
+    """A field of the spec; empty if it is none of the job's."""
     advice: str
     helps: Callable[[Any], bool] = lambda value: True
-    """Whether it changes anything where the setting has this value."""
+    """Whether it changes anything if the setting has this value."""
     none_helps: bool = False
     """Whether it is for a section that the job does not have."""
 
     def view(self, spec: JobSpec) -> ChangeView | None:
-        """The change with the present value; None where the job has no such setting, or has the advised value."""
+        """The change with the present value; None if the job has no such setting, or has the advised value."""
         if not self.setting:
             return ChangeView(setting="", advice=self.advice)
         value = present(spec, self.setting)
@@ -48,7 +48,7 @@ class Change:
 
 
 def present(spec: JobSpec, setting: str) -> Any:
-    """The value of a setting, in JSON's types; None where the job has no such section."""
+    """The value of a setting, in JSON's types; None if the job has no such section."""
     value: Any = spec
     for name in setting.split("."):
         if value is None:

@@ -67,7 +67,7 @@ def diagnose(job_id: str, from_step: int, to_step: int, summary: Summary, spec: 
 
 def slow_replica(summary: Summary) -> ReplicaPace | None:
     """The replica that takes at least SLOW times as long for a token as the median of the others, and was the last in
-    at least half of the steps; None where there is none."""
+    at least half of the steps; None if there is none."""
     if len(summary.replicas) < 2:
         return None
     slowest = max(summary.replicas, key=lambda pace: pace.token_s)

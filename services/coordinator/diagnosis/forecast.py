@@ -58,7 +58,7 @@ class Measured:
         pause_s: float = 0.0,
         between_s: float = 0.0,
     ) -> "Measured | None":
-        """`metrics`: means of the step metrics. None where the requests say nothing of the engine."""
+        """`metrics`: means of the step metrics. None if the requests say nothing of the engine."""
         engine = fitted_rate(requests)
         if engine is None:
             return None
@@ -106,7 +106,7 @@ class Forecast:
     """What the simulation says of a job."""
 
     simulated_s: float | None = None
-    """Seconds of a step as the job is; None where it is not simulated."""
+    """Seconds of a step as the job is; None if it is not simulated."""
     others: Sequence[ForecastView] = ()
     """Other settings that save time, if the simulation agrees with what was measured."""
 

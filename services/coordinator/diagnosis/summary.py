@@ -16,7 +16,7 @@ from services.coordinator.timeline import idle
 from services.coordinator.timeline.activity import Activity
 
 IN_PLACE = "in_place"
-"""Figure of a pause: 1 where the version was received during it."""
+"""Figure of a pause: 1 if the version was received during it."""
 
 
 @dataclass(frozen=True)

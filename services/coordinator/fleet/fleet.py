@@ -123,7 +123,7 @@ class Fleet:
             await call(member_id, words)
 
     def heartbeat(self, beat: fleet_pb2.HeartbeatRequest) -> Member:
-        """Notes a heartbeat. Raises NotFound where the member has to register again."""
+        """Notes a heartbeat. Raises NotFound if the member has to register again."""
         member = self._members.get(MemberId(beat.member_id))
         if member is None:
             raise NotFound(f"{beat.member_id} is not a member: it was silent or never registered.", "register again.")
@@ -182,7 +182,7 @@ class Fleet:
         return silent if member.silent_s > HUNG_AFTER * member.lost_after_s else ""
 
     async def _unreachable(self, member: Member) -> str:
-        """Why the member's address takes no connection; empty where it does."""
+        """Why the member's address takes no connection; empty if it does."""
         host, _, port = member.address.rpartition(":")
         try:
             async with asyncio.timeout(PROBE_S):

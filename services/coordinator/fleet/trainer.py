@@ -28,7 +28,7 @@ class Trainer:
 
     def take(self) -> None:
         """Chooses the trainer that is in charge now. Calls go to it alone, until `take` is called again. Raises
-        TrainerLost where there is none."""
+        TrainerLost if there is none."""
         self._taken = None
         self._taken = self.member
 
@@ -49,7 +49,7 @@ class Trainer:
 
     @property
     def member(self) -> Member:
-        """The trainer in charge. Raises TrainerLost where there is none, or another one than at the last `take`."""
+        """The trainer in charge. Raises TrainerLost if there is none, or another one than at the last `take`."""
         member = self._fleet.trainer
         if member is None:
             raise TrainerLost("there is no trainer in the fleet.", "start one.")
@@ -58,7 +58,7 @@ class Trainer:
         return member
 
     async def call(self, method: Unary[Request, Response], request: Request) -> Response:
-        """Calls the trainer. Raises TrainerLost where it cannot be reached or holds another job or version."""
+        """Calls the trainer. Raises TrainerLost if it cannot be reached or holds another job or version."""
         member = self.member
         try:
             return await self._fleet.call(member, method, request)

@@ -58,7 +58,7 @@ CHANGEABLE = {
     "trainer.critic": True,
 }
 """Fields, or groups of them, and whether the trainer has to load the job anew for it: from its last checkpoint, or from
-the model where there is none."""
+the model if there is none."""
 TOKEN_BUDGETS = {"trainer.token_budget", "trainer.reference.token_budget", "trainer.critic.token_budget"}
 
 
@@ -149,7 +149,7 @@ class Control:
         return await asyncio.to_thread(lambda: list(_output_mistakes(output, users, user)))
 
     async def _tell_queue(self, job: JobRecord) -> None:
-        """Adds an event where the job's turn comes after that of another one."""
+        """Adds an event if the job's turn comes after that of another one."""
         first = self._turn.job
         if first is not None and first.id != job.id:
             message = f"waits: its turn comes after {first.named_for(job)}"
@@ -271,7 +271,7 @@ def _writes(job: JobRecord, user: str) -> str:
 
 
 def _output_mistakes(output: str, users: Sequence[JobRecord], user: str) -> Iterator[Mistake]:
-    """One where one of the `users`, the jobs with this output, writes there, or left checkpoints there. `user` reads
+    """One if one of the `users`, the jobs with this output, writes there, or left checkpoints there. `user` reads
     it."""
     for job in users:
         if job.state not in ENDED:

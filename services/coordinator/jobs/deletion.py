@@ -43,7 +43,7 @@ class Deletion:
         self._store, self._lock = store, lock
 
     async def delete(self, job_id: str, *, checkpoints: bool = False) -> DeletedView:
-        """Deletes everything that Redis holds of a job, and its checkpoints where asked to. Checkpoints go first: where
+        """Deletes everything that Redis holds of a job, and its checkpoints if asked to. Checkpoints go first: if
         one cannot be deleted the job stays, and the call may be repeated.
 
         Raises NotFound, and InvalidState for a job that has not ended, or whose checkpoints another job needs.
@@ -112,7 +112,7 @@ class Deletion:
         return paths
 
     async def _check_unused(self, job: JobRecord, folder: Path) -> None:
-        """Raises InvalidState where a job that has not ended names something in the folder."""
+        """Raises InvalidState if a job that has not ended names something in the folder."""
         for state in (JobState.QUEUED, *ACTIVE):
             for other_id in await self._store.index.in_state(state, LOOKED_AT):
                 other = await self._store.jobs.get(other_id)

@@ -17,7 +17,7 @@ from services.coordinator.stages.track import track
 
 
 async def train(run: Run) -> None:
-    """Runs a job to its end. Raises Cancelled, TrainerLost, StoreDown, and MillraceError where the job fails."""
+    """Runs a job to its end. Raises Cancelled, TrainerLost, StoreDown, and MillraceError if the job fails."""
     # A rewind may have been interrupted; and a resumed job begins with one.
     if await run.prompts.undo():
         await run.evaluation.forget()

@@ -110,7 +110,7 @@ class Runner:
             self._components.trainer.release()
 
     async def _opened(self, job: JobRecord) -> Run:
-        """Opens the job's data. Raises InvalidJob where it has gone since the submission, Unavailable where it is on
+        """Opens the job's data. Raises InvalidJob if it has gone since the submission, Unavailable if it is on
         the hub and not in the cache, and the hub does not answer."""
         here = await asyncio.to_thread(hub.local, job.spec, data=True)
         source = await asyncio.to_thread(open_section, here, "data")

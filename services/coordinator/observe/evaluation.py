@@ -19,7 +19,7 @@ Indices = npt.NDArray[np.int64]
 def held_out(source: str, groups: Sequence[GroupSummary]) -> dict[str, float]:
     """Metrics of one evaluation of the data source `source`, whose answers are in `groups`.
 
-    They are of the reward, and of `acc` where the reward function gave every answer one; `val-core` has the latter
+    They are of the reward, and of `acc` if the reward function gave every answer one; `val-core` has the latter
     then. With n answers to a prompt: their mean and standard deviation, and for k = 2, 4, ... and n the expected best
     and worst among k different answers; for values of 0 and 1 the best is pass@k (arXiv 2107.03374). verl draws the k
     answers with replacement instead. Where every answer has a `pred`, also the value of the majority of k answers.

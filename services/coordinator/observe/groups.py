@@ -85,7 +85,7 @@ def _groups(samples: list[SampleView]) -> Iterator[GroupView]:
 
 
 async def _end_of(records: Records, step: int, total: int) -> int:
-    """Index after the last sample of `step`, or after those before it where there is none. Steps grow along the list,
+    """Index after the last sample of `step`, or after those before it if there is none. Steps grow along the list,
     except where a job went back to an earlier one: then the end of one of its runs is found."""
     low, high = 0, total
     while low < high:

@@ -75,7 +75,7 @@ class JobHealth:
         gauge.on(self._registry).labels(job_id=job.id).set(value)
 
     async def _disk(self, folder: str) -> tuple[int, int] | None:
-        """Free bytes and size of the file system of `folder`; None where it does not tell."""
+        """Free bytes and size of the file system of `folder`; None if it does not tell."""
         if not folder:
             return None
         if folder not in self._asking:
@@ -89,7 +89,7 @@ class JobHealth:
 
 
 async def _rows(store: Store, job: JobRecord) -> tuple[StepMetrics | None, StepMetrics | None]:
-    """The rows of the job's last step and of the step of its newest checkpoint; None where there is none."""
+    """The rows of the job's last step and of the step of its newest checkpoint; None if there is none."""
     records = store.records(job.id)
     last = await records.rows(job.step - 1, job.step) if job.step > 0 else []
     saved = await records.rows(job.checkpoint_step - 1, job.checkpoint_step) if job.checkpoint_step > 0 else []

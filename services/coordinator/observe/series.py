@@ -33,7 +33,7 @@ class Band(NamedTuple):
     steps: int
     """Steps that have the metric."""
     mean: float
-    """NaN where a value was not finite."""
+    """NaN if a value was not finite."""
     least: float
     greatest: float
 
@@ -118,7 +118,7 @@ def _decoded(kept: Sequence[bytes | None], keys: Collection[str] | None) -> list
 
 
 async def _made(records: Records, size: int, start: int, newest: int, keys: Collection[str] | None) -> Point | None:
-    """The point of `size` steps from `start`, made from their rows; None where there are none."""
+    """The point of `size` steps from `start`, made from their rows; None if there are none."""
     end = start + size - 1
     rows = await records.rows(start - 1, min(end, newest))
     if not rows:

@@ -68,7 +68,7 @@ def reward_parts(groups: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 def episode_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
-    """Turns and trajectories of the episodes, and how much of the responses was sampled; nothing where all are plain
+    """Turns and trajectories of the episodes, and how much of the responses was sampled; nothing if all are plain
     answers."""
     if all(g.shapes is None for g in groups):
         return {}
@@ -80,7 +80,7 @@ def episode_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 def environment_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
-    """Tools, limits and repeated runs of the episodes that had an environment; nothing where none had."""
+    """Tools, limits and repeated runs of the episodes that had an environment; nothing if none had."""
     accounts = [account for g in groups for account in g.accounts or ()]
     if not accounts:
         return {}
@@ -95,7 +95,7 @@ def environment_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 def missing_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
-    """Episodes that were asked for and are in no group; nothing where none is missing."""
+    """Episodes that were asked for and are in no group; nothing if none is missing."""
     cancelled, failed = sum(g.cancelled for g in groups), sum(g.failed for g in groups)
     if not cancelled + failed:
         return {}

@@ -99,7 +99,7 @@ def _at(spans: Sequence[Span], data: bytes, tokens: int) -> list[float | None]:
 
 
 def tokenizer_file(model: str) -> Path | None:
-    """The tokenizer of a model on this host. Nothing is downloaded; None where it is not there."""
+    """The tokenizer of a model on this host. Nothing is downloaded; None if it is not there."""
     name = HubName.of_model(model, "model.path")
     if name is None:
         path = Path(model) / TOKENIZER
@@ -111,7 +111,7 @@ def tokenizer_file(model: str) -> Path | None:
 
 
 def _texts(ids: Sequence[int], tokenizer: str) -> list[str] | None:
-    """The text of each token; None where the tokenizer cannot be read. A character of several tokens is whole at the
+    """The text of each token; None if the tokenizer cannot be read. A character of several tokens is whole at the
     last of them."""
     from tokenizers.decoders import DecodeStream
 

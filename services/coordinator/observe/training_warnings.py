@@ -30,7 +30,7 @@ class Check:
     """The step metric that shows it."""
     limit: float
     figure: Callable[[Values, JobSpec], float | None]
-    """What is compared with the limit; None where the step has no such figure."""
+    """What is compared with the limit; None if the step has no such figure."""
     text: str
     """What the figure says, as a format for `value`."""
     advice: str
@@ -52,7 +52,7 @@ def _spread(values: Values, spec: JobSpec) -> float | None:
 
 
 def _without_signal(values: Values, spec: JobSpec) -> float | None:
-    """Share of the step's groups; None where rewards within groups are not compared, or are equal over all groups."""
+    """Share of the step's groups; None if rewards within groups are not compared, or are equal over all groups."""
     if not compares_within_groups(spec) or (_spread(values, spec) or 0.0) == 0.0:
         return None
     count = values.get(GROUPS_WITHOUT_SIGNAL)

@@ -197,7 +197,7 @@ class Attempt:
         return answers
 
     async def suspects(self) -> tuple[str, ...]:
-        """Receivers that do not answer GetStatus, or answer that they failed: the culprits where the sender could not
+        """Receivers that do not answer GetStatus, or answer that they failed: the culprits if the sender could not
         name them."""
         answers = await asyncio.gather(*map(self._works, self.receivers))
         return tuple(m.id for m, works in zip(self.receivers, answers, strict=True) if not works)

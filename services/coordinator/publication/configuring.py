@@ -53,7 +53,7 @@ class Configuring:
         self._accepted = await self._records.note(self._note) == self._job.spec_digest
 
     def look(self) -> None:
-        """Begins to configure the replicas that need it. Raises InvalidJob where every replica refuses the job."""
+        """Begins to configure the replicas that need it. Raises InvalidJob if every replica refuses the job."""
         for finished in [task for task in self._tasks if task.done()]:
             self._tasks.remove(finished)
             finished.result()
@@ -78,7 +78,7 @@ class Configuring:
         return found if found is not None and found.refused else None
 
     def _check_refusals(self) -> None:
-        """Raises InvalidJob where every connected replica has refused the job, and none ever accepted it, or took its
+        """Raises InvalidJob if every connected replica has refused the job, and none ever accepted it, or took its
         weights. While replicas are still joining the fleet, the next one may accept it."""
         replicas = self._fleet.pool(self._pool)
         refusals = [refusal for member in replicas if (refusal := self._refusal(member)) is not None]

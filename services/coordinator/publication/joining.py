@@ -52,7 +52,7 @@ class Joining:
         self._configuring = [Configuring(job, pool, store, fleet, events, self._context) for pool in pools]
 
     async def run(self) -> None:
-        """Configures new replicas and gives them the weights, until it is cancelled. Raises InvalidJob where every
+        """Configures new replicas and gives them the weights, until it is cancelled. Raises InvalidJob if every
         replica of a pool refuses the job."""
         for configuring in self._configuring:
             await configuring.begin()
@@ -140,7 +140,7 @@ class Joining:
 
 def best_sibling(able: Sequence[Member], late: Sequence[Member]) -> Member | None:
     """The replica of `able` that copies to `late`: one with their dtype, if possible with the same engine, then on the
-    host of one of them, and the least busy of these. None where there is none, and where their dtypes differ."""
+    host of one of them, and the least busy of these. None if there is none, or if their dtypes differ."""
     wanted = {(m.configured.dtype, m.engine) for m in late if m.configured}
     if len({dtype for dtype, _ in wanted}) != 1:
         return None

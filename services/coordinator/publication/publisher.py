@@ -50,7 +50,7 @@ class Publisher:
         """Whether the trainer is sending."""
         self._copying: asyncio.Task[PublicationReport] | None = None
         self._getting_base: set[MemberId] = set()
-        """Receivers of the copy in progress, where it is one of a base."""
+        """Receivers of the copy in progress, if it is one of a base."""
         self._background = BackgroundCalls()
         self._placed: tuple[JobId, str] | None = None
         """Job and digest of its spec for which PLACED was noted last."""
@@ -59,7 +59,7 @@ class Publisher:
         """Brings the trainer's version to `receivers`; those that fail are taken out. Needs the trainer's turn.
 
         A copy in progress is ended first: its receivers are served here, or join again. One of a base goes on. Raises
-        TrainerLost, and PublicationFailed where it fails and no replica is to blame.
+        TrainerLost, and PublicationFailed if it fails and no replica is to blame.
         """
         if not receivers:
             return PublicationReport.without_receivers(job.version)
@@ -83,8 +83,8 @@ class Publisher:
     async def copy(self, job: JobRecord, sibling: Member, receivers: Sequence[Member]) -> PublicationReport | None:
         """Brings `receivers` the version that `sibling` serves; the trainer has no part in it. Those that lack the base
         of an adapter get the base only: another copy brings them the adapter of the version that is current then. None
-        where a publication ended it or is in progress. Raises PublicationFailed where it fails and no receiver is to
-        blame, SiblingCannotSend where the sibling cannot send these weights."""
+        if a publication ended it or is in progress. Raises PublicationFailed if it fails and no receiver is to
+        blame, SiblingCannotSend if the sibling cannot send these weights."""
         if self.publishing or self._copying is not None:
             return None
         content = Content.ADAPTER if job.spec.model.publishes_adapter else Content.MODEL

@@ -34,7 +34,7 @@ class PublicationReport:
 
     @classmethod
     def without_receivers(cls, version: Version) -> Self:
-        """The report where there was no replica to publish to."""
+        """The report if there was no replica to publish to."""
         return cls(
             PublicationDone(
                 version=version, epoch=0, attempt=0, source="trainer", failures=0, seconds=0.0, phases={}, members=[]

@@ -56,7 +56,7 @@ class Sender(Protocol):
 
 
 class TrainerSender:
-    """The trainer. Its id and every call raise TrainerLost where there is none."""
+    """The trainer. Its id and every call raise TrainerLost if there is none."""
 
     source: Source = "trainer"
     methods = TRAINER_METHODS

@@ -32,14 +32,14 @@ class TransferSetup:
     """Ranks that send; the receivers' ranks follow them in the communicator."""
     dtype: str
     layouts: weights_pb2.Sides | None = None
-    """What each rank holds or wants; None where whole tensors are broadcast."""
+    """What each rank holds or wants; None if whole tensors are broadcast."""
     manifest: weights_pb2.Manifest | None = None
-    """The manifest of the layouts; None where the sender tells it in PREPARE."""
+    """The manifest of the layouts; None if the sender tells it in PREPARE."""
     gpu: bool = False
 
     @property
     def delta(self) -> bool:
-        """Whether only changes are sent, where the members agree on what they changed from."""
+        """Whether only changes are sent, if the members agree on what they changed from."""
         return self.path == weights_pb2.PATH_DELTA
 
     def ranks(self, receivers: Sequence[Member]) -> dict[str, weights_pb2.Receiver]:
@@ -76,7 +76,7 @@ class TransferSetup:
         mode: weights_pb2.CommitMode,
     ) -> rollout_pb2.PrepareReceiveRequest:
         """A receiver's PREPARE, after the sender's answer. One that knows the plan gets its hash only, and begins to
-        receive where it is in the communicator already: nobody has to wait for it there."""
+        receive if it is in the communicator already: nobody has to wait for it there."""
         return rollout_pb2.PrepareReceiveRequest(
             publication=attempt.ref,
             path=self.path,
@@ -118,7 +118,7 @@ class MemberLayouts:
     async def setup(self, attempt: Attempt, settings: Settings) -> TransferSetup:
         """Chooses by what the job asks for and what the members can do.
 
-        Raises PublicationFailed where the job asks for a path that a member cannot take, SiblingCannotSend where the
+        Raises PublicationFailed if the job asks for a path that a member cannot take, SiblingCannotSend if the
         only path left is one that a sibling cannot send by.
         """
         dtype = _common_dtype(attempt.receivers)
@@ -153,7 +153,7 @@ class MemberLayouts:
     def _joined(
         self, sender: trainer_pb2.DescribeSendResponse, receivers: list[rollout_pb2.DescribeReceiveResponse]
     ) -> weights_pb2.Sides:
-        """The layouts of all ranks. They are joined again only where a member has come, gone or changed."""
+        """The layouts of all ranks. They are joined again only if a member has come, gone or changed."""
         known = self._last_joined
         if known is None or known.sender is not sender or not _same(known.receivers, receivers):
             wanted = wire_layouts.joined([answer.layouts for answer in receivers])
@@ -205,7 +205,7 @@ def _gather_broadcast(attempt: Attempt, dtype: str) -> TransferSetup:
 
 
 def _common_dtype(receivers: Sequence[Member]) -> str:
-    """The dtype that the engines hold. Raises PublicationFailed where they differ; the minority are the culprits."""
+    """The dtype that the engines hold. Raises PublicationFailed if they differ; the minority are the culprits."""
     by_dtype: dict[str, list[str]] = {}
     for member in receivers:
         by_dtype.setdefault(member.configured.dtype if member.configured else "", []).append(member.id)
@@ -220,7 +220,7 @@ def _common_dtype(receivers: Sequence[Member]) -> str:
 WORTH_S = 1.0
 """Where the whole weights are sent in less, nothing else is tried: a delta takes host memory on the trainer."""
 TRY_AGAIN_AFTER = 50
-"""Publications of whole weights after which deltas are tried again, where they were slower."""
+"""Publications of whole weights after which deltas are tried again, if they were slower."""
 
 
 @dataclass

@@ -38,7 +38,7 @@ READERS: Mapping[str, Callable[[bytes], Any]] = {
 async def tree(request: Request) -> Any:
     """The body as plain mappings, lists and values.
 
-    Raises UnsupportedMediaType, ContentTooLarge, RequestTimeout, and InvalidJob where the body cannot be parsed.
+    Raises UnsupportedMediaType, ContentTooLarge, RequestTimeout, and InvalidJob if the body cannot be parsed.
     """
     kind = request.headers.get("content-type", "")
     read = READERS.get(kind.partition(";")[0].strip().lower())
@@ -57,7 +57,7 @@ async def tree(request: Request) -> Any:
 
 
 async def fields(request: Request) -> dict[str, Any]:
-    """The body as a mapping; empty where the request has no body. Raises as `tree` does."""
+    """The body as a mapping; empty if the request has no body. Raises as `tree` does."""
     if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
         return {}
     found = await tree(request)

@@ -15,7 +15,7 @@ from services.coordinator.rest.schema import error_responses
 from services.coordinator.work.queue import Queue
 
 COORDINATOR = "coordinator"
-"""Names the coordinator itself where a member's id is asked for."""
+"""Names the coordinator itself if a member's id is asked for."""
 
 
 def routes(fleet: Fleet, queue: Queue) -> APIRouter:
@@ -46,7 +46,7 @@ def routes(fleet: Fleet, queue: Queue) -> APIRouter:
     async def log(
         member_id: str, lines: Annotated[int, Query(ge=1, le=MOST_LINES, description="How many.")] = MOST_LINES
     ) -> LogView:
-        """The newest lines that a member has logged, or the coordinator itself where the id is `coordinator`. Output of
+        """The newest lines that a member has logged, or the coordinator itself if the id is `coordinator`. Output of
         its child processes, such as an engine's, and of a trainer's ranks other than 0 is not among them."""
         if member_id == COORDINATOR:
             return _log_view(member_id, TAIL.newest(lines))

@@ -48,7 +48,7 @@ class Caller:
     """Who makes a request."""
 
     user: str
-    """Empty where the coordinator has no token and takes everybody for an admin."""
+    """Empty if the coordinator has no token and takes everybody for an admin."""
     role: Role
     token: str = ""
     """Id of the user's token."""
@@ -59,7 +59,7 @@ class Caller:
 
 
 def check_table(served: set[tuple[str, str]]) -> None:
-    """Raises MillraceError where an endpoint has no role, or a role has no endpoint. `served`: methods and paths."""
+    """Raises MillraceError if an endpoint has no role, or a role has no endpoint. `served`: methods and paths."""
     if wrong := sorted(served ^ ROLES.keys()):
         listed = ", ".join(f"{method} {path}" for method, path in wrong)
         raise MillraceError(f"endpoints without a role, or roles without an endpoint: {listed}.", "correct ROLES.")

@@ -37,7 +37,7 @@ def routes(store: Store, spans: SpanStore) -> APIRouter:
     @router.get("/{job_id}/diagnosis")
     async def diagnose(job_id: Id, from_step: Step = None, to_step: Step = None) -> DiagnosisView:
         """What slows the job down, with the figures that say so and what to change: in the steps from `from_step` to
-        `to_step`, by default the last ten. It is computed from spans, and from step metrics where none are kept."""
+        `to_step`, by default the last ten. It is computed from spans, and from step metrics if none are kept."""
         return await diagnosis(store, spans, await store.jobs.get(job_id), from_step, to_step)
 
     return router

@@ -158,7 +158,7 @@ class Decision:
 
 
 def decide(state: State, seen: Seen, long: Seen, limits: Limits, pace: Pace) -> tuple[State, Decision | None]:
-    """The next state, and what changes; None where nothing does. `seen` is what was measured lately, `long` the same
+    """The next state, and what changes; None if nothing does. `seen` is what was measured lately, `long` the same
     over at least `pace.down_s`, as far as there is so much."""
     state = _lapsed(state, seen, pace)
     found = (
@@ -211,7 +211,7 @@ def _without_work(state: State, seen: Seen, limits: Limits, pace: Pace) -> Chang
 
 
 def _taken_back(state: State, seen: Seen, limits: Limits, pace: Pace) -> Change | None:
-    """The last increase, where it did not make the job faster."""
+    """The last increase, if it did not make the job faster."""
     if state.grown is None or not _is_settled(state, seen) or seen.steps < 2 * pace.up_steps:
         return None
     before, work, _ = state.grown

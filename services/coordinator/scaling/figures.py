@@ -89,7 +89,7 @@ class Figures:
     """The newest steps of one job on an unchanged pool."""
 
     def __init__(self, longest_s: float) -> None:
-        """`longest_s`: seconds that are measured at most, where steps are short."""
+        """`longest_s`: seconds that are measured at most, if steps are short."""
         self._longest_s = longest_s
         self._last: Look | None = None
         self._open = Stretch(whole=False)

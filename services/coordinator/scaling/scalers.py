@@ -173,7 +173,7 @@ class KubernetesScaler:
 
 
 async def _ran(command: Sequence[str], within_s: float = COMMAND_S) -> str:
-    """The output of a command. Raises InvalidState where there is no such program, Unavailable where it fails."""
+    """The output of a command. Raises InvalidState if there is no such program, Unavailable if it fails."""
     shown = " ".join(command)
     try:
         process = await asyncio.create_subprocess_exec(

@@ -42,7 +42,7 @@ class Deaths:
     """What the last of the dead said."""
 
     def spent(self, places: Collection[str]) -> int:
-        """How often in a row the place with the most deaths died, where that spends the budget, and so do all the other
+        """How often in a row the place with the most deaths died, if that spends the budget, and so do all the other
         `places`, those of the members that are there now; 0 otherwise. While one of them may still do the work, the
         fault is in the places that died."""
         most = max(self.of_place.values(), default=0)

@@ -80,19 +80,19 @@ class GroupSummary:
     score_s: float
     member_id: str
     accuracies: list[float] | None = None
-    """`acc` of each answer to a held-out prompt; None where the reward function did not give every answer one."""
+    """`acc` of each answer to a held-out prompt; None if the reward function did not give every answer one."""
     votes: list[str] | None = None
-    """A digest of `pred` of each answer to a held-out prompt; None where not every answer has one."""
+    """A digest of `pred` of each answer to a held-out prompt; None if not every answer has one."""
     parts: dict[str, list[float]] | None = None
-    """The separate rewards of each episode, by name; None where the job names none. A name that some episode lacks is
+    """The separate rewards of each episode, by name; None if the job names none. A name that some episode lacks is
     left out."""
     shapes: list[TrajectoryShape] | None = None
-    """None where each trajectory is an episode of one turn, all of its response was sampled, and its prompt is the
+    """None if each trajectory is an episode of one turn, all of its response was sampled, and its prompt is the
     group's."""
     accounts: list[Account] | None = None
-    """The account of each episode; None where they had no environment."""
+    """The account of each episode; None if they had no environment."""
     traceparent: str = ""
-    """The root span of the group's trace; empty where it has none."""
+    """The root span of the group's trace; empty if it has none."""
     issued_s: float = 0.0
     """Unix time at which the prompt was issued; 0: not known."""
     completed_s: float = 0.0
@@ -102,7 +102,7 @@ class GroupSummary:
     failed: int = 0
     """Episodes that failed and were left out."""
     means: list[float] | None = None
-    """The mean version of a trajectory's tokens. None where all tokens of each are of its oldest version."""
+    """The mean version of a trajectory's tokens. None if all tokens of each are of its oldest version."""
     versions: list[int] | None = None
     """Number of versions that sampled a trajectory's tokens. None: one each."""
     newest: list[int] | None = None
@@ -206,7 +206,7 @@ def _mean_version(spans: Iterable[common_pb2.VersionSpan]) -> float:
 
 
 def _shapes(group: common_pb2.Group) -> list[TrajectoryShape] | None:
-    """The shapes of the group's trajectories; None where each is a plain answer to the group's prompt."""
+    """The shapes of the group's trajectories; None if each is a plain answer to the group's prompt."""
     if not group.episode_trajectories and not any(t.turns or t.prompt_tokens for t in group.trajectories):
         return None
     return [
@@ -222,7 +222,7 @@ def _shapes(group: common_pb2.Group) -> list[TrajectoryShape] | None:
 
 
 def _details(text: str) -> Details:
-    """What the reward function returned besides the score; empty where that is no JSON object."""
+    """What the reward function returned besides the score; empty if that is no JSON object."""
     try:
         details = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -231,7 +231,7 @@ def _details(text: str) -> Details:
 
 
 def _of_every(read: Callable[[Details], Value | None], details: Sequence[Details]) -> list[Value] | None:
-    """What `read` finds in the details of each answer; None where one lacks it, or there are no answers."""
+    """What `read` finds in the details of each answer; None if one lacks it, or there are no answers."""
     found = [value for each in details if (value := read(each)) is not None]
     return found if found and len(found) == len(details) else None
 
@@ -270,15 +270,15 @@ class Wanted:
     """Episodes that are enough; None: all of them."""
     greedy_baseline: bool = False
     temperature: float | None = None
-    """The only temperature of its turns; None where they are not trained."""
+    """The only temperature of its turns; None if they are not trained."""
     most_tokens: int | None = None
     """Tokens that a trajectory of several turns may have, prompt and response; None: no limit."""
     teacher_top: int | None = None
-    """Number of tokens that the teacher reports in each place; None where there is no teacher."""
+    """Number of tokens that the teacher reports in each place; None if there is no teacher."""
 
 
 def fault(group: common_pb2.Group, wanted: Wanted) -> Drop | None:
-    """Why a group cannot be trained; None where it can."""
+    """Why a group cannot be trained; None if it can."""
     sizes, count = episode_sizes(group), len(group.trajectories)
     if sum(sizes) != count or 0 in sizes:
         return _malformed(f"{count} trajectories in episodes of {list(sizes)[:SHOWN]}")
@@ -354,7 +354,7 @@ def _teacher_fault(trajectory: common_pb2.Trajectory, top: int) -> Drop | None:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span] | None:
-    """The spans, with those that touch made one; None where one is empty or begins before the end of another."""
+    """The spans, with those that touch made one; None if one is empty or begins before the end of another."""
     joined: list[Span] = []
     for start, end in spans:
         before = joined[-1][1] if joined else 0

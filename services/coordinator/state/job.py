@@ -84,7 +84,7 @@ class JobRecord:
     state: JobState
     created_s: float
     spec_json: str = ""
-    """Empty where the job was read for a list."""
+    """Empty if the job was read for a list."""
     step: int = 0
     """Steps trained, according to the ledger."""
     steps: int = 0
@@ -127,7 +127,7 @@ class JobRecord:
     tags_json: str = "[]"
     notes: str = ""
     user: str = ""
-    """Who submitted it; empty where that was without a token."""
+    """Who submitted it; empty if that was without a token."""
     wanted: Wanted = Wanted.NOTHING
     folder: str = ""
     """The output folder without symbolic links, as it was at the submission. Jobs are indexed by it."""

@@ -59,7 +59,7 @@ class LeaseRef:
 
     @classmethod
     def of(cls, ref: work_pb2.LeaseRef) -> Self:
-        """Raises InvalidState where the message names no known purpose."""
+        """Raises InvalidState if the message names no known purpose."""
         return cls(purpose_of(ref.purpose), LeaseId(ref.lease_id), Fence(ref.fence))
 
     def message(self, job_id: JobId) -> work_pb2.LeaseRef:
@@ -77,7 +77,7 @@ class Claim:
     """What earlier holders sampled: a serialized LeaseParts."""
 
     def sampled(self) -> list[work_pb2.Part]:
-        """The parts of the answers that earlier holders sampled; none where a holder sent what cannot be read."""
+        """The parts of the answers that earlier holders sampled; none if a holder sent what cannot be read."""
         try:
             return assembled(work_pb2.LeaseParts.FromString(self.parts).parts)
         except DecodeError as error:

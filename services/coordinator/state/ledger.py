@@ -72,7 +72,7 @@ MOVES: Mapping[Move, Rule] = {
 
 
 def after(state: PromptState | None, move: Move) -> PromptState:
-    """The state that `move` leads to. Raises InvalidState where it is not allowed from `state`."""
+    """The state that `move` leads to. Raises InvalidState if it is not allowed from `state`."""
     rule = MOVES[move]
     if state not in rule.before:
         condition = "was never issued" if state is None else f"is {state}"
@@ -104,7 +104,7 @@ class Counts:
         return self.issued == self.queued + self.leased + self.generated + self.trained + self.dropped
 
     def moved(self, state: PromptState | None, move: Move) -> "Counts":
-        """The counts after `move` of one prompt that was in `state`. Raises InvalidState where it is not allowed."""
+        """The counts after `move` of one prompt that was in `state`. Raises InvalidState if it is not allowed."""
         to = after(state, move)
         changes = {"issued": self.issued + 1} if state is None else {state.value: getattr(self, state) - 1}
         changed = replace(self, **changes)

@@ -148,7 +148,7 @@ class Member:
     why_gone: str = ""
     """Why it is lost or has left."""
     last_words: str = ""
-    """How its process ended and what it wrote last, where its next life has told."""
+    """How its process ended and what it wrote last, if its next life has told."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the member is lost or has left."""
 
@@ -211,7 +211,7 @@ class Member:
         return self.configured is not None and self.configured.job_id == job_id and not self.gone.is_set()
 
     def failed_at(self, job_id: JobId, spec: str) -> Unconfigured | None:
-        """Why it could not be configured for the job with this spec; None where that did not happen."""
+        """Why it could not be configured for the job with this spec; None if that did not happen."""
         last = self.unconfigured
         return last if last is not None and (last.job_id, last.spec) == (job_id, spec) else None
 
@@ -250,11 +250,11 @@ class Member:
 
     @property
     def sessions_address(self) -> str:
-        """host:port of its HTTP endpoint; empty where it has none."""
+        """host:port of its HTTP endpoint; empty if it has none."""
         return self._at(self.sessions_port)
 
     def _at(self, port: int) -> str:
-        """host:port of another server of the member; empty where it has none."""
+        """host:port of another server of the member; empty if it has none."""
         return f"{self.address.rpartition(':')[0]}:{port}" if port else ""
 
     def view(self, leases: int) -> MemberView:
@@ -311,5 +311,5 @@ def gpu_views(usage: fleet_pb2.MemberUsage) -> list[GpuView]:
 
 
 def optional(message: fleet_pb2.MemberUsage | fleet_pb2.GpuUsage, name: str) -> float | None:
-    """The value of an optional number of a message; None where it is absent."""
+    """The value of an optional number of a message; None if it is absent."""
     return float(getattr(message, name)) if message.HasField(name) else None

@@ -32,7 +32,7 @@ NO_CLUSTER = (
 
 
 class SentinelPool(SentinelConnectionPool, BlockingConnectionPool):
-    """Connections to the Redis that Sentinel names as the master. A caller waits where all are in use."""
+    """Connections to the Redis that Sentinel names as the master. A caller waits if all are in use."""
 
 
 def pool(url: str, options: Mapping[str, Any]) -> ConnectionPool:

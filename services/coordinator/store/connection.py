@@ -37,8 +37,8 @@ CONNECTIONS = 32
 LOST = (RedisConnectionError, RedisTimeoutError, OSError)
 REFUSES = (OutOfMemoryError, ReadOnlyError, ClusterDownError)
 REFUSAL_CODES = re.compile("(?:^|: -?)(?:OOM|MISCONF|BUSY|NOREPLICAS|READONLY|CLUSTERDOWN|MASTERDOWN) ")
-"""Error codes of the Redis protocol that mean the same, where redis-py has no class for them. The code is the first
-word of the error, or follows a colon where a command inside a script failed."""
+"""Error codes of the Redis protocol that mean the same, if redis-py has no class for them. The code is the first
+word of the error, or follows a colon if a command inside a script failed."""
 PROBE = "millrace:probe"
 EPOCH = "millrace:coordinators"
 """Epoch of the coordinator that led last. Every write of a leader names its own: see leadership.py."""
@@ -105,7 +105,7 @@ class Connection:
         }
         self._pool = pool(url, options)
         self._master: tuple[str, int] | None = None
-        """The Redis on which this coordinator began to lead, where Sentinel names it."""
+        """The Redis on which this coordinator began to lead, if Sentinel names it."""
         self._redis = Redis.from_pool(self._pool)
         prelude = (
             FENCE
@@ -118,7 +118,7 @@ class Connection:
         self._scripts = {name: (hashlib.sha1(source.encode()).hexdigest(), source) for name, source in sources.items()}
 
     async def do(self, *command: Any) -> Any:
-        """One command. Raises StoreDown, and Superseded for a write where another coordinator leads."""
+        """One command. Raises StoreDown, and Superseded for a write if another coordinator leads."""
         if self.epoch and command[0] not in READS:
             return (await self.together(command))[0]
         return await self._answer(lambda: self._redis.execute_command(*command))
@@ -129,7 +129,7 @@ class Connection:
             return await self._answer(lambda: self._redis.execute_command(*command), LARGE_S)
 
     async def together(self, *commands: Sequence[Any], within_s: float | None = None) -> list[Any]:
-        """Several commands in one transaction and one round trip. Raises StoreDown, and Superseded for a write where
+        """Several commands in one transaction and one round trip. Raises StoreDown, and Superseded for a write if
         another coordinator leads. `within_s`: for commands of a caller that does not lead, instead of TIMEOUT_S."""
         if self.epoch and any(command[0] not in READS for command in commands):
             return await self._fenced(commands)
@@ -143,7 +143,7 @@ class Connection:
         return answers
 
     async def run(self, script: str, keys: Sequence[str], arguments: Sequence[Any] = (), *, large: bool = False) -> Any:
-        """One script of scripts/, by name. Its answer may be `large`. Raises StoreDown, and Superseded where another
+        """One script of scripts/, by name. Its answer may be `large`. Raises StoreDown, and Superseded if another
         coordinator leads."""
         digest, source = self._scripts[script]
         parts = (len(keys) + 1, *keys, EPOCH, *arguments, self.epoch)
@@ -162,7 +162,7 @@ class Connection:
         return found
 
     def superseded(self) -> Superseded:
-        """The error where this coordinator does not lead any more."""
+        """The error if this coordinator does not lead any more."""
         what = f"another coordinator leads on Redis at {self.name}."
         return Superseded(what, "nothing: ask that one; this one stands by.")
 
@@ -248,7 +248,7 @@ class Connection:
             pause_s = min(2.0, pause_s * 2)
 
     async def usage(self) -> Usage | None:
-        """What Redis uses; None where it does not say: hosted ones forbid the question. Raises StoreDown."""
+        """What Redis uses; None if it does not say: hosted ones forbid the question. Raises StoreDown."""
         try:
             memory, clients = [await self.do("INFO", section) for section in ("memory", "clients")]
         except ResponseError:
@@ -256,7 +256,7 @@ class Connection:
         return Usage(int(memory["used_memory"]), int(clients["connected_clients"]))
 
     async def check_no_cluster(self) -> None:
-        """Raises InvalidState where the server is one of a Redis Cluster."""
+        """Raises InvalidState if the server is one of a Redis Cluster."""
         try:
             cluster = await self.do("INFO", "cluster")
         except ResponseError:
@@ -265,7 +265,7 @@ class Connection:
             raise refused(self._url, *NO_CLUSTER)
 
     async def is_persistent(self) -> bool:
-        """Whether Redis writes its data to disk. True where it does not say: hosted ones forbid the question."""
+        """Whether Redis writes its data to disk. True if it does not say: hosted ones forbid the question."""
         try:
             answer = await self.do("CONFIG", "GET", "appendonly")
         except ResponseError:
@@ -273,7 +273,7 @@ class Connection:
         return b"no" not in answer
 
     async def evicts(self) -> bool:
-        """Whether Redis deletes data when its memory is full. False where it does not say."""
+        """Whether Redis deletes data when its memory is full. False if it does not say."""
         try:
             answer = await self.do("CONFIG", "GET", "maxmemory*")
         except ResponseError:
@@ -294,5 +294,5 @@ def is_closed_transport(error: RuntimeError) -> bool:
 
 
 def text(value: bytes | None) -> str:
-    """A value of Redis as text; empty where there is none."""
+    """A value of Redis as text; empty if there is none."""
     return "" if value is None else value.decode()

@@ -114,7 +114,7 @@ class JobIndex:
         return [(JobId(job_id), float(at)) for job_id, at in zip(found[::2], found[1::2], strict=True)]
 
     async def reported_until(self) -> float | None:
-        """Unix time until which ends of jobs were reported by webhooks; None where that never began."""
+        """Unix time until which ends of jobs were reported by webhooks; None if that never began."""
         found = await self._redis.do("GET", REPORTED)
         return None if found is None else float(text(found))
 
@@ -134,7 +134,7 @@ class JobIndex:
         return [JobId(text(i)) for i in await self._redis.do(*asked)]
 
     async def delete(self, job_id: JobId) -> bool:
-        """Deletes a job that has ended, with everything stored for it. False where it was resumed or is gone."""
+        """Deletes a job that has ended, with everything stored for it. False if it was resumed or is gone."""
         ledgers = [f"{key(job_id)}:{purpose}:{part}" for purpose in Purpose for part in prompts.PARTS]
         owned = [*(f"{key(job_id)}:{part}" for part in (*records.PARTS, *deaths.PARTS)), *ledgers]
         return bool(await self._redis.run("delete_job", [key(job_id), *owned], [job_id]))

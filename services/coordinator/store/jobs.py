@@ -32,7 +32,7 @@ class Jobs:
         """Stores a new job, or finds the one that was stored with this key. Answers its id, and whether it is new.
         `digest` names the spec as it was submitted; without one that of the job counts.
 
-        Raises InvalidState where the key was used for a different spec.
+        Raises InvalidState if the key was used for a different spec.
         """
         name = _request(idempotency_key) if idempotency_key else ""
         fields = {"id": job.id, "name": job.name, "state": job.state, "spec_json": job.spec_json, "step": 0}
@@ -76,7 +76,7 @@ class Jobs:
         At a start the ledger goes back to the job's step: what an earlier end of the job dropped waits to be issued
         again, as soon as `Prompts.undo` has finished. Of the ledger of a job that succeeded only the counts stay.
 
-        Raises NotFound, and InvalidState where there is no such transition, the job is in none of the states `only`,
+        Raises NotFound, and InvalidState if there is no such transition, the job is in none of the states `only`,
         another request than `pending` is pending, or a cancellation would be overwritten.
         """
         event = event_parts(JobMoved(state=state), message)

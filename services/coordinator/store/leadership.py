@@ -48,7 +48,7 @@ class Leadership:
         return self._redis.epoch
 
     async def take(self, holder: Holder, lease_s: float, *, back: bool = False) -> Holder | None:
-        """Takes the lease, if nobody holds it. Answers who holds it otherwise, None where it is taken. With `back` a
+        """Takes the lease, if nobody holds it. Answers who holds it otherwise, None if it is taken. With `back` a
         lease of the same place is taken too. Raises StoreDown."""
         mine, lease_ms = json.dumps(asdict(holder)), int(lease_s * 1000)
         arguments = [holder.place, mine, lease_ms, int(back), int(time.time() * 1000)]
@@ -80,12 +80,12 @@ class Leadership:
             await self._redis.do("DEL", LEADER)
 
     async def still_ours(self) -> None:
-        """Raises Superseded where another coordinator leads."""
+        """Raises Superseded if another coordinator leads."""
         if int(await self._redis.do("GET", EPOCH) or 0) != self.epoch:
             raise self._redis.superseded()
 
     async def holder(self) -> Holder:
-        """Who leads. Raises Unavailable where nobody does."""
+        """Who leads. Raises Unavailable if nobody does."""
         found = await self._redis.do("GET", LEADER)
         if found is None:
             raise Unavailable("no coordinator leads.", "start one.")

@@ -72,18 +72,18 @@ class DeathRecords:
         await self._redis.together(("HSET", key, "member", member, "words", words), ("EXPIRE", key, COUNT_S))
 
     async def guess(self, member: MemberId, why: str) -> None:
-        """Notes who died last, before its words are known. `why`, as others saw its end, stands for them where no dead
+        """Notes who died last, before its words are known. `why`, as others saw its end, stands for them if no dead
         member has said anything yet."""
         key = f"{self._job}:last_words"
         died = ("HSET", key, "member", member)
         await self._redis.together(died, ("HSETNX", key, "words", why), ("EXPIRE", key, COUNT_S))
 
     async def last(self) -> str:
-        """Id of the member that died last; empty where there is none."""
+        """Id of the member that died last; empty if there is none."""
         return text(await self._redis.do("HGET", f"{self._job}:last_words", "member"))
 
     async def words(self) -> str:
-        """What the last of the dead said; empty where that is not known."""
+        """What the last of the dead said; empty if that is not known."""
         return text(await self._redis.do("HGET", f"{self._job}:last_words", "words"))
 
     async def all(self) -> Deaths:

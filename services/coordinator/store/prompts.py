@@ -73,7 +73,7 @@ class Prompts:
     # From the data to a lease.
 
     async def issue(self, drafts: Sequence[Draft], step: int, cursor: tuple[int, int] | None = None) -> bool:
-        """Queues new prompts and moves the data cursor from `cursor[0]` to `cursor[1]`. False where it had moved."""
+        """Queues new prompts and moves the data cursor from `cursor[0]` to `cursor[1]`. False if it had moved."""
         arguments = [*(cursor or ("", "")), step, *_encoded(drafts)]
         return int(await self._redis.run("issue", [self._base, self._job], arguments)) >= 0
 
@@ -87,7 +87,7 @@ class Prompts:
         await self._redis.run("reissue", [self._base], [step, *_encoded(drafts)])
 
     async def lease(self, member: MemberId, count: int, lineage: int, share: float = 1.0) -> list[Claim] | None:
-        """Up to `count` leases for the member, and up to its `share` of the queued prompts, rounded up; none where the
+        """Up to `count` leases for the member, and up to its `share` of the queued prompts, rounded up; none if the
         job has another lineage than the member's weights. None while the member is held back: it has a prompt that is
         leased alone, as others died with it."""
         ledgers = [f"{self._job}:{purpose}" for purpose in Purpose]
@@ -124,14 +124,14 @@ class Prompts:
 
     async def take_back(self, member: MemberId, step: int, died: str = "") -> tuple[list[PromptId], list[PromptId]]:
         """Ends all leases of the member; answers the prompts that are queued again, and those that are dropped because
-        one member too many died with them. `died`: how it died; empty where it did not."""
+        one member too many died with them. `died`: how it died; empty if it did not."""
         queued, dropped = await self._redis.run("take_back", [self._base], [member, died[:LONGEST_DETAIL], step])
         return _prompts(queued), _prompts(dropped)
 
     # From a lease to a group or a reason.
 
     async def complete(self, lease: LeaseRef, group: bytes, summary: GroupSummary) -> bool:
-        """Answers a lease with its serialized group. False where the same answer came before. Raises Fenced, and
+        """Answers a lease with its serialized group. False if the same answer came before. Raises Fenced, and
         InvalidState for the group of another prompt."""
         arguments = [lease.id, lease.fence, summary.prompt_id, group, summary.to_json(), ANSWERS_KEPT_S]
         keys = [self._base, f"{self._job}:deaths"]
@@ -142,7 +142,7 @@ class Prompts:
         return _is_new(lease, outcome)
 
     async def refuse(self, lease: LeaseRef, step: int, drop: Drop) -> bool:
-        """Answers a lease with the reason why there is no group. False where the same answer came before. Raises
+        """Answers a lease with the reason why there is no group. False if the same answer came before. Raises
         Fenced."""
         detail = drop.detail[:LONGEST_DETAIL]
         arguments = [lease.id, lease.fence, step, drop.reason, detail, ANSWERS_KEPT_S]
@@ -168,7 +168,7 @@ class Prompts:
         kept: int,
         histograms: str = "{}",
     ) -> bool:
-        """Marks `step` as trained on `prompts`, all at once. False where it was marked before. `kept`: most samples
+        """Marks `step` as trained on `prompts`, all at once. False if it was marked before. `kept`: most samples
         that the job keeps."""
         arguments = [step, reward, row, histograms, STEPS_KEPT, len(samples), kept, *samples, *prompts]
         return bool(await self._redis.run("train", [self._base, self._job], arguments))
@@ -181,7 +181,7 @@ class Prompts:
 
     async def undo(self) -> bool:
         """Finishes a rewind that was begun, perhaps by an earlier process. Until then nothing else may be done with the
-        ledger. False where no rewind was in progress."""
+        ledger. False if no rewind was in progress."""
         found = False
         while await self._redis.run("undo", [self._base], [UNDONE_AT_ONCE]):
             found = True
@@ -222,7 +222,7 @@ class Prompts:
         return Refusals(int(in_a_row or 0), None if reason is None else Drop(DropReason(text(reason)), text(detail)))
 
     async def last_failure(self) -> str:
-        """What the reward or the environment failed with last; empty where it did not."""
+        """What the reward or the environment failed with last; empty if it did not."""
         return text(await self._redis.do("HGET", f"{self._base}:notes", "last_failure"))
 
     async def generated(self, after: int = 0) -> tuple[list[PromptId], int]:
@@ -244,7 +244,7 @@ class Prompts:
         return [GroupSummary.from_json(summary) for summary in found if summary is not None]
 
     async def group(self, prompt: PromptId) -> bytes | None:
-        """The serialized Group message; None where there is none. One at a time: it may have tens of megabytes."""
+        """The serialized Group message; None if there is none. One at a time: it may have tens of megabytes."""
         found: bytes | None = await self._redis.read("HGET", f"{self._base}:groups", prompt)
         return found
 

@@ -46,7 +46,7 @@ class TokenRecord:
 
     group: bytes
     trained: bytes = b""
-    """What the trainer told of these tokens; empty where it told nothing."""
+    """What the trainer told of these tokens; empty if it told nothing."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,14 @@ class Records:
         return [_event(text(identity), fields) for identity, fields in found]
 
     async def event_before(self, count: int) -> str:
-        """Id of the event before the `count` newest ones; empty where there are no more than those."""
+        """Id of the event before the `count` newest ones; empty if there are no more than those."""
         found = await self._redis.do("XREVRANGE", f"{self._job}:events", "+", "-", "COUNT", count + 1)
         return text(found[-1][0]) if len(found) > count else ""
 
     # Step metrics, one row a step.
 
     async def row(self, step: int) -> dict[str, float] | None:
-        """The metrics of one step; None where it has none yet."""
+        """The metrics of one step; None if it has none yet."""
         found = await self._redis.do("HGET", f"{self._job}:metrics", step)
         return None if found is None else StepMetrics.model_validate_json(found).values
 
@@ -108,7 +108,7 @@ class Records:
         return [StepMetrics.model_validate_json(row) for row in found if row is not None]
 
     async def histograms(self, steps: Sequence[int]) -> list[bytes | None]:
-        """The histograms of each of the steps, as observe/histograms.py stores them; None where none are kept."""
+        """The histograms of each of the steps, as observe/histograms.py stores them; None if none are kept."""
         found: list[bytes | None] = await self._redis.read("HMGET", f"{self._job}:histograms", *steps) if steps else []
         return found
 
@@ -177,7 +177,7 @@ class Records:
         return text((await self._redis.together(add, ("EXPIRE", f"{self._job}:tokens", TOKENS_KEPT_S)))[0])
 
     async def tokens(self, name: str) -> TokenRecord | None:
-        """The record of this name; None where it is not kept any more."""
+        """The record of this name; None if it is not kept any more."""
         found = await self._redis.read("XRANGE", f"{self._job}:tokens", name, name)
         if not found:
             return None
@@ -192,7 +192,7 @@ class Records:
         await self._redis.do("SET", f"{self._job}:batch", json.dumps(tree))
 
     async def batch(self) -> StoredBatch | None:
-        """The batch of the step in progress; None where there is none."""
+        """The batch of the step in progress; None if there is none."""
         found = await self._redis.do("GET", f"{self._job}:batch")
         if found is None:
             return None

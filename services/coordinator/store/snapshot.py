@@ -134,7 +134,7 @@ def _entries(data: bytes) -> Iterator[Entry]:
 
 async def load(store: Store, entries: list[Entry], *, replace: bool) -> None:
     """Puts the keys of a snapshot into Redis, all at once. `replace`: in place of what is there. Raises StoreDown, and
-    InvalidState where a coordinator leads, Redis holds jobs already, or is older than the one of the snapshot."""
+    InvalidState if a coordinator leads, Redis holds jobs already, or is older than the one of the snapshot."""
     if await store.connection.do("EXISTS", LEADER):
         what = f"a coordinator leads on Redis at {store.connection.name}."
         raise InvalidState(what, "stop all coordinators first; one that was killed loses its lease within seconds.")

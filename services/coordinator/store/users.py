@@ -72,7 +72,7 @@ class Users:
         return views
 
     async def find(self, token: str) -> Found | None:
-        """Whose token it is; None where it is nobody's."""
+        """Whose token it is; None if it is nobody's."""
         if not token.startswith(PREFIX) or not (found := await self._redis.do("HGET", TOKENS, _hash(token))):
             return None
         record = json.loads(found)

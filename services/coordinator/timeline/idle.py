@@ -77,7 +77,7 @@ def _waits_of(activity: Activity, admit: Span, within: Mask) -> list[tuple[IdleC
 
 
 def _last_group(activity: Activity, admit: Span) -> list[Span] | None:
-    """The spans of the group of the step that was complete last; None where nothing is known of one."""
+    """The spans of the group of the step that was complete last; None if nothing is known of one."""
     roots = [g for g in _of_kind(activity, SpanKind.GROUP) if g.context.step == admit.context.step]
     traces = {root.context.trace_id for root in roots}
     by_trace: dict[str, list[Span]] = {}

@@ -99,7 +99,7 @@ class Line:
 
     async def wait(self, member_id: MemberId, rings: int, timeout_s: float, free: int = 0) -> bool:
         """Waits until it is the member's turn to look; `rings` is their number before its last look, and `free` how
-        many samples it could start. False where its turn does not come within `timeout_s`. After True the member looks,
+        many samples it could start. False if its turn does not come within `timeout_s`. After True the member looks,
         and calls `looked` in any case."""
         if rings != self.rings:
             self._looking += 1

@@ -58,7 +58,7 @@ class LeaseTerms:
     reward_parts: Sequence[str] = ()
     """Names of the separate rewards that steps report."""
     teacher_top: int | None = None
-    """Number of tokens that the teacher reports in each place; None where there is no teacher."""
+    """Number of tokens that the teacher reports in each place; None if there is no teacher."""
     stale_parts: bool = False
     """Whether answers with tokens older than `max_staleness` may be trained, so that they are continued."""
 
@@ -161,7 +161,7 @@ class Queue:
 
     async def lease(self, member_id: MemberId, free_samples: int, wait_s: float) -> tuple[list[work_pb2.Lease], str]:
         """Leases for as many samples as the member can start, or the reason why there are none. Members that wait at
-        the same time share the open prompts by their free slots. Waits for leases up to `wait_s`. Raises NotFound where
+        the same time share the open prompts by their free slots. Waits for leases up to `wait_s`. Raises NotFound if
         the caller is not a member."""
         deadline = time.monotonic() + min(wait_s, LONGEST_WAIT_S)
         rings, offer = self._line.rings, BEHIND
@@ -356,7 +356,7 @@ class Queue:
 
     async def _terms(self, job_id: JobId) -> LeaseTerms:
         """The lease terms of a job. Answers are also taken while its loop starts again after a restart. Raises NotFound
-        where there is no such job or it has ended."""
+        if there is no such job or it has ended."""
         if self.running_job is not None and self.running_job.weights.job_id == job_id:
             return self.running_job.terms
         job = await self._store.jobs.get(job_id)
@@ -372,7 +372,7 @@ class Queue:
 
 
 def _why_idle(job: RunningJob, member: Member) -> str:
-    """Why the member gets no leases; empty where it may have some."""
+    """Why the member gets no leases; empty if it may have some."""
     if member.draining:
         return f"{member.id} drains"
     if member.pool != ROLLOUT:
