@@ -45,7 +45,7 @@ class VocabularyPart:
     start: int
     size: int
     group: dist.ProcessGroup | None
-    """The ranks that hold all parts; None where this rank holds the whole vocabulary."""
+    """The ranks that hold all parts; None if this rank holds the whole vocabulary."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def settings_of(config: LoraConfig) -> AdapterSettings:
 
 def target_names(chosen: Collection[str], others: Collection[str]) -> list[str]:
     """`target_modules` of a PEFT folder with adapters for the layers `chosen`: the last parts of their names, or the
-    whole names where one of the model folder's `others` ends like a chosen one."""
+    whole names if one of the model folder's `others` ends like a chosen one."""
     short = {layer.rpartition(".")[2] for layer in chosen}
     ambiguous = any(other.rpartition(".")[2] in short for other in others)
     return sorted(chosen if ambiguous else short)
@@ -59,7 +59,7 @@ def first_a(name: str, shape: tuple[int, ...], init: str, seed: int) -> Tensor:
 
 
 def stored_values(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The tensors of a PEFT folder by name, float32. Raises InvalidJob where they are not those of `shapes`."""
+    """The tensors of a PEFT folder by name, float32. Raises InvalidJob if they are not those of `shapes`."""
     fix = "give an adapter of this model."
     try:
         stored = load_file(folder / WEIGHTS)

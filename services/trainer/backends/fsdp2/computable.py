@@ -38,7 +38,7 @@ def check_config(spec: JobSpec, options: Fsdp2Options, config: Any, path: str, f
 
 
 def check_computable(module: PreTrainedModel, implementation: str, path: str, field: str) -> None:
-    """Raises InvalidJob where `module`, built from the folder `path`, would be computed as a different model with this
+    """Raises InvalidJob if `module`, built from the folder `path`, would be computed as a different model with this
     attention `implementation`. The error names `field` of the job spec."""
     kind, config = type(module), module.config
     kinds = {type(part) for part in module.modules() if isinstance(part, PreTrainedModel)}

@@ -81,7 +81,7 @@ MULTIPLIES = frozenset({"hyperclovax"})
 
 
 def obstacle(module: PreTrainedModel) -> str | None:
-    """Why the token scores of this model need its logits; None where they can be computed from hidden states."""
+    """Why the token scores of this model need its logits; None if they can be computed from hidden states."""
     head, config = module.get_output_embeddings(), module.config.get_text_config()
     if hasattr(head, "base_layer"):
         return "its output layer has an adapter"

@@ -36,7 +36,7 @@ class HostAdamW:
         self._steps = 0
 
     def make_moments(self) -> None:
-        """Allocates the moments of all weights, where there are none yet: all of them, or none."""
+        """Allocates the moments of all weights, if there are none yet: all of them, or none."""
         self._weights = self._weights or [self._without_moments(*each) for each in self._parameters.items()]
 
     def step(self, lr: float) -> None:

@@ -71,7 +71,7 @@ def fill_adapters(module: nn.Module, lora: Lora, seed: int) -> None:
 
 
 def _stored(module: nn.Module, folder: Path) -> dict[str, Tensor]:
-    """The values in a PEFT folder. Raises InvalidJob where they are not those of the module's adapters."""
+    """The values in a PEFT folder. Raises InvalidJob if they are not those of the module's adapters."""
     parameters = {name: parameter for name, parameter in module.named_parameters() if is_adapter(name)}
     stored = stored_values(folder, {stored_name(name): tuple(p.shape) for name, p in parameters.items()})
     return {name: stored[stored_name(name)] for name in parameters}

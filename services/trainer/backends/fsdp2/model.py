@@ -48,7 +48,7 @@ class Sharding:
     @property
     def adds_up_late(self) -> bool:
         """Whether copies of the module add up their gradients once an update and not after each micro-batch. What a
-        copy adds up until then is on the device, so not where shards are in host memory."""
+        copy adds up until then is on the device, so not if shards are in host memory."""
         return self.mesh.ndim > 1 and not self.offload
 
 
@@ -114,7 +114,7 @@ def shard_model(
     """The module that `build` makes, sharded over the ranks, with the tensors of `folder`.
 
     The folder stores the module, or its part of that name. `fill_rest` fills the other tensors, with this rank's part
-    of each, and calls no collective. Raises InvalidJob on every rank where one cannot build the model or read the
+    of each, and calls no collective. Raises InvalidJob on every rank if one cannot build the model or read the
     weights.
     """
     mesh = sharding.mesh

@@ -36,7 +36,7 @@ NAMES = {
     FLASH: (FLASH,),
     "sdpa": ("sdpa",),
 }
-"""Attention implementations of which one has to be right. The trainer's host may have flash-attn where this one has
+"""Attention implementations of which one has to be right. The trainer's host may have flash-attn if this one has
 not."""
 
 
@@ -106,7 +106,7 @@ def _check_any(module: PreTrainedModel, implementations: tuple[str, ...], path: 
 
 
 def _check_folder(model: Model, module: PreTrainedModel, field: str) -> None:
-    """Raises InvalidJob where names or shapes of the folder's tensors show that the model does not take one. Files that
+    """Raises InvalidJob if names or shapes of the folder's tensors show that the model does not take one. Files that
     are not here are left to the trainer."""
     folder, weights = Path(model.path), None if model.weights is None else Path(model.weights)
     if not readable(folder, weights):

@@ -24,7 +24,7 @@ from services.trainer.backends.fsdp2.attention import Segments
 KERNELS = "fla"
 """The module of flash-linear-attention. Without it transformers computes in plain torch, ten times slower or more."""
 OF_TRANSFORMERS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
-"""Functions of a modeling file that take a kernel of another package where that is installed."""
+"""Functions of a modeling file that take a kernel of another package if that is installed."""
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
@@ -55,7 +55,7 @@ def _apart(whole: Callable[..., Tensor], hidden_states: Tensor, *, segments: Seg
 
 
 def check_kernels(module: nn.Module, device_type: str, path: str, field: str) -> None:
-    """Raises InvalidJob where a GPU would compute these layers without a kernel."""
+    """Raises InvalidJob if a GPU would compute these layers without a kernel."""
     if device_type == "cuda" and layers(module) and importlib.util.find_spec(KERNELS) is None:
         reason = "its GatedDeltaNet layers need flash-linear-attention, which is not installed here"
         raise refused(field, path, reason, "install flash-linear-attention on every trainer host.")

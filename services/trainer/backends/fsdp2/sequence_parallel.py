@@ -96,7 +96,7 @@ class RankTokens:
     counts: tuple[int, ...]
     """Number of sampled tokens that each rank of the group scores."""
     exchange: HeadExchange | None
-    """What attention does before and after; None where this rank has all tokens."""
+    """What attention does before and after; None if this rank has all tokens."""
     others_rk: Tensor | None = None
     """Further tokens to score at the positions, int64 [R of this rank, K]."""
 
@@ -109,7 +109,7 @@ class Turns:
     """The group of this rank."""
     count: int = 1
     group: ProcessGroup | None = None
-    """The ranks that have this rank's place in each of the groups; None where there is one group."""
+    """The ranks that have this rank's place in each of the groups; None if there is one group."""
 
     def mine(self, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches that this rank's group runs, as many as every group: the last may be padding."""
@@ -140,7 +140,7 @@ class SequenceGroup:
     """This rank's place in the group, and the number of its slice."""
     size: int = 1
     group: ProcessGroup | None = None
-    """None where one rank computes all of a micro-batch."""
+    """None if one rank computes all of a micro-batch."""
     turns: Turns = field(default_factory=Turns)
 
     def tokens(self, batch: MicroBatch, device: torch.device) -> RankTokens:
@@ -182,7 +182,7 @@ class SequenceGroup:
 
 
 def divide_ranks(size: int) -> tuple[SequenceGroup, DataParallel]:
-    """The groups of this rank, where `size` ranks share a micro-batch. A collective. `size` divides the number of
+    """The groups of this rank, if `size` ranks share a micro-batch. A collective. `size` divides the number of
     ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     everyone = dist.group.WORLD if ranks > 1 else None
@@ -192,7 +192,7 @@ def divide_ranks(size: int) -> tuple[SequenceGroup, DataParallel]:
 
 
 def group_of_role(policy: SequenceGroup, size: int) -> SequenceGroup:
-    """The ranks that share the micro-batches of a role, where that are fewer than those of the policy: the policy's
+    """The ranks that share the micro-batches of a role, if that are fewer than those of the policy: the policy's
     ranks take turns in groups of `size`, which divides their number. A collective."""
     if size == policy.size:
         return policy
@@ -208,8 +208,8 @@ def _sequence_group(size: int) -> SequenceGroup:
 
 
 def _subgroup(groups: Sequence[range]) -> ProcessGroup | None:
-    """The process group of this rank among `groups`, which divide all ranks; None where each has one rank. It has a
-    communicator of its own even where it has all ranks: FSDP gathers weights meanwhile."""
+    """The process group of this rank among `groups`, which divide all ranks; None if each has one rank. It has a
+    communicator of its own even if it has all ranks: FSDP gathers weights meanwhile."""
     everyone = dist.group.WORLD
     return None if everyone is None or len(groups[0]) == 1 else _created(everyone, tuple(groups))
 

@@ -167,7 +167,7 @@ def reset_sharding(module: Any) -> None:
 
 
 def forget_own_sums(module: nn.Module) -> None:
-    """Forgets what a copy has added up of its own micro-batches, where a pass ended before the last of them: FSDP would
+    """Forgets what a copy has added up of its own micro-batches, if a pass ended before the last of them: FSDP would
     add it to the next pass."""
     for part in module.modules():
         if isinstance(part, FSDPModule):

@@ -63,7 +63,7 @@ class Tower:
     """The tower of a model folder, frozen."""
 
     def __init__(self, model: Model, config: Any, pictures: Pictures, dtype: torch.dtype, device: torch.device) -> None:
-        """Reads its tensors. Raises InvalidState where the folder lacks one."""
+        """Reads its tensors. Raises InvalidState if the folder lacks one."""
         self._pictures, self._device, self._dtype = pictures, device, dtype
         with torch.device("meta"):
             whole: Any = AutoModelForImageTextToText.from_config(config, trust_remote_code=model.trust_remote_code)
@@ -102,7 +102,7 @@ class Tower:
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
         """Arguments of the language model's forward pass for a micro-batch: the features of its images with their
-        places, and positions [4, 1, P]: in each sequence, and by time, height and width. None where no sequence has
+        places, and positions [4, 1, P]: in each sequence, and by time, height and width. None if no sequence has
         images. Raises InvalidState for a sequence with fewer places than its images need."""
         if not batch.images:
             return {}

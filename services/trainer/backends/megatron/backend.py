@@ -60,7 +60,7 @@ class ModelSetup:
     topology: Topology
     device: torch.device
     adapter: "AdapterPlan | None" = None
-    """The adapter that is trained in place of the weights; None where these are trained."""
+    """The adapter that is trained in place of the weights; None if these are trained."""
 
     @property
     def options(self) -> MegatronOptions:
@@ -71,7 +71,7 @@ class ModelSetup:
         return layout(self.shape, self.topology, rank, layers())
 
     def trained_layout(self, rank: int) -> Layout:
-        """The same of the parameters that are trained: those of the adapter, where there is one."""
+        """The same of the parameters that are trained: those of the adapter, if there is one."""
         return self.layout(rank) if self.adapter is None else self.adapter.layout(self.layout(rank))
 
     def layers(self) -> list[range]:
@@ -254,7 +254,7 @@ class MegatronBackend:
             self._resting.wake()
 
     def _update_parameters(self) -> None:
-        """Has the parameters on the device, as they are after the last update: copies the master weights to them where
+        """Has the parameters on the device, as they are after the last update: copies the master weights to them if
         these were written from outside."""
         self._wake()
         if self._stale:

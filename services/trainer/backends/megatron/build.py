@@ -25,7 +25,7 @@ from services.trainer.ranks import collectives
 def initialize(topology: Topology, *, seed: int, timeout: timedelta) -> None:
     """Creates the groups, and ends those of an earlier job. A collective, after torch.distributed is initialized.
 
-    Raises InvalidState where the number of ranks is not that of the topology.
+    Raises InvalidState if the number of ranks is not that of the topology.
     """
     if dist.get_world_size() != topology.world_size:
         raise InvalidState(
@@ -86,7 +86,7 @@ def build(spec: JobSpec, device: torch.device) -> MegatronBackend:
 
 
 def _options(spec: JobSpec) -> MegatronOptions:
-    """The job's options. `trainer.activation_recompute` means full recomputation where they do not say how."""
+    """The job's options. `trainer.activation_recompute` means full recomputation if they do not say how."""
     options = parse(spec.trainer.backend_options)
     if spec.trainer.activation_recompute and options.recompute.granularity == "none":
         options = options.model_copy(update={"recompute": Recompute(granularity="full")})

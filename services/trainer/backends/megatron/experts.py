@@ -77,7 +77,7 @@ def _set_choices(
 
 
 def _own_part(replayed_tk: Tensor, split: bool) -> Tensor:
-    """This rank's part of the choices, where tensor-parallel ranks split the tokens (sequence parallelism)."""
+    """This rank's part of the choices, if tensor-parallel ranks split the tokens (sequence parallelism)."""
     if not split:
         return replayed_tk
     rank: int = parallel_state.get_tensor_model_parallel_rank()
@@ -98,7 +98,7 @@ class LoadMeter:
         self._counts = {}
 
     def metrics(self) -> dict[str, float]:
-        """Metrics over the whole batch; 0 where this pipeline stage has no experts. A collective of the stage's ranks.
+        """Metrics over the whole batch; 0 if this pipeline stage has no experts. A collective of the stage's ranks.
 
         moe/load_max: tokens of the busiest expert of any layer, divided by the layer's mean. moe/load_idle: share of
         experts without a token.

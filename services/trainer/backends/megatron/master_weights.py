@@ -21,7 +21,7 @@ class OwnedRange:
 
     parameter: nn.Parameter
     master: Tensor
-    """The weights that are updated, float32, flat. They are the parameter's memory where that is float32."""
+    """The weights that are updated, float32, flat. They are the parameter's memory if that is float32."""
     first: int
     """Index in the flattened parameter at which the range begins."""
     inner: torch.optim.Optimizer
@@ -110,7 +110,7 @@ def create_master_weights(part: MegatronOptimizer) -> None:
 
 
 def make_moments(part: MegatronOptimizer) -> None:
-    """Creates the moments, 0, that the first update would create: all of them, or none where memory runs out."""
+    """Creates the moments, 0, that the first update would create: all of them, or none if memory runs out."""
     made: list[tuple[torch.optim.Optimizer, Tensor]] = []
     try:
         for inner in _inner(part.optimizer):
@@ -140,7 +140,7 @@ def make_room(part: MegatronOptimizer, updates: int) -> None:
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The torch optimizers of an optimizer: several where a part of it runs on the host."""
+    """The torch optimizers of an optimizer: several if a part of it runs on the host."""
     return optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
 
 

@@ -101,7 +101,7 @@ class Updater:
 
     @property
     def parts(self) -> list[MegatronOptimizer]:
-        """The optimizer of the dense parameters, and that of the experts where this rank has any."""
+        """The optimizer of the dense parameters, and that of the experts if this rank has any."""
         return [part for part in self._optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
 
     @contextmanager
@@ -260,6 +260,6 @@ def _square(gradients: list[Tensor]) -> float:
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:
-    """The gradient of a parameter: Megatron keeps it in another attribute where its dtype is another."""
+    """The gradient of a parameter: Megatron keeps it in another attribute if its dtype is another."""
     beside: Tensor | None = getattr(parameter, "decoupled_grad", None)
     return beside if beside is not None else parameter.grad

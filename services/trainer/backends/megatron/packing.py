@@ -30,7 +30,7 @@ class PackedBatch:
     """Ids of the sampled tokens that are scored here, int64."""
     order_r: Tensor | None
     """For each sampled token of the micro-batch, its place in the concatenated scores of all context-parallel ranks,
-    int64 [R]. None where this rank scores all of them, in order."""
+    int64 [R]. None if this rank scores all of them, in order."""
     counts: tuple[int, ...]
     """Number of sampled tokens that each context-parallel rank scores."""
     others_rk: Tensor | None = None

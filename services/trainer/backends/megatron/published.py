@@ -66,7 +66,7 @@ class GatherPlan:
         cls, wanted: Sequence[plan.Tensor], layouts: Sequence[Layout], float32_names: frozenset[str] = frozenset()
     ) -> "GatherPlan":
         """The plan for tensors of which every rank holds the boxes of its layout. The lowest rank that holds a box
-        gives it. Raises ValueError where a part of a tensor is on no rank."""
+        gives it. Raises ValueError if a part of a tensor is on no rank."""
         boxes: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], BoxSource]] = {
             tensor.name: {} for tensor in wanted
         }
@@ -122,7 +122,7 @@ VALUE_HEAD = Names().value_head
 
 
 def check_whole_folder(folder: Path, shape: ModelShape, weights: Path | None, *, by_value: bool) -> None:
-    """Raises InvalidJob where the folder stores tensors with values of their own that the model does not take.
+    """Raises InvalidJob if the folder stores tensors with values of their own that the model does not take.
     `by_value`: tied ones are compared with those that are read for them."""
     field = "algorithm.critic.path" if shape.value_head else "model.path"
     place = f"{field}: {folder}" if weights is None else f"model.weights: {weights}"
@@ -136,7 +136,7 @@ def read(
     """Each parameter of the layout with the values of the folder, or of its checkpoint `weights`, in host memory, one
     at a time. Padding is 0, and so is a value head that the folder does not have.
 
-    Raises InvalidJob where a tensor is missing or has another shape than the config promises.
+    Raises InvalidJob if a tensor is missing or has another shape than the config promises.
     """
     with ModelFiles(folder, weights) as files:
         for name, placement in layout.items():
@@ -168,7 +168,7 @@ class PublishedPart:
     device: torch.device
     merged: Sequence[Mapping[str, Callable[[], Tensor]]] = ()
     """For each chunk the weights that are published with their adapter, by name: each function computes one, float32.
-    Empty where there is no adapter to merge."""
+    Empty if there is no adapter to merge."""
     _memory: dict[str, Memory] = field(default_factory=dict)
     """Keyed by dtype."""
 

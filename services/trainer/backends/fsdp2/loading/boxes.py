@@ -45,7 +45,7 @@ def tied_names(module: PreTrainedModel) -> dict[str, str]:
 
 
 def check_whole_folder(module: PreTrainedModel, files: ModelFiles, folder: Path, place: str, *, by_value: bool) -> None:
-    """Raises InvalidJob where the folder stores tensors with values of their own that the module does not take.
+    """Raises InvalidJob if the folder stores tensors with values of their own that the module does not take.
     `by_value`: tied ones are compared with the one that is read for them; otherwise names and shapes alone count.
 
     A module without a head ignores the folder's: tensors outside the module's own prefix."""
@@ -62,7 +62,7 @@ def check_whole_folder(module: PreTrainedModel, files: ModelFiles, folder: Path,
 
 
 def boxes(module: PreTrainedModel, files: ModelFiles) -> list[StoredBox] | None:
-    """Where each tensor of the folder belongs. None where one is not a box of a tensor of the module, or is stored
+    """Where each tensor of the folder belongs. None if one is not a box of a tensor of the module, or is stored
     under an older name or in another shape: transformers has to convert such a folder."""
     found: list[StoredBox] = []
     for name, target in folder_tensors(module):

@@ -54,7 +54,7 @@ class ModelFolder:
         return f"{self.field}: {self.model.path}" if self._weights is None else f"model.weights: {self._weights}"
 
     def buffers(self, module: PreTrainedModel) -> dict[str, Tensor] | None:
-        """The buffers that are in no file, for a module on the meta device; None where the whole model is needed to
+        """The buffers that are in no file, for a module on the meta device; None if the whole model is needed to
         know them."""
         if not readable(Path(self.model.path), self._weights):
             return None
@@ -110,14 +110,14 @@ class ModelFolder:
             tensor.copy_(whole)
 
     def _check_tied(self, module: PreTrainedModel, source: Mapping[str, Tensor]) -> None:
-        """Raises InvalidJob where transformers kept a tensor of the folder that the module ties to another one."""
+        """Raises InvalidJob if transformers kept a tensor of the folder that the module ties to another one."""
         for name, tied_to in boxes.tied_names(module).items():
             own, read = source.get(name), source.get(tied_to)
             if own is not None and read is not None and not torch.equal(own, read):
                 raise other_values(self._place, name, tied_to)
 
     def whole(self) -> dict[str, Tensor]:
-        """Parameters and buffers as transformers reads them, in host memory: in the dtype of the folder, or, where its
+        """Parameters and buffers as transformers reads them, in host memory: in the dtype of the folder, or, if its
         weights are quantized, in `dtype`. Raises InvalidJob."""
         transformers_logging.disable_progress_bar()
         try:
@@ -135,7 +135,7 @@ class ModelFolder:
         return {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
 
     def _heads(self, loaded: PreTrainedModel) -> list[str]:
-        """Patterns of the tensors of heads, where the model is built without one."""
+        """Patterns of the tensors of heads, if the model is built without one."""
         prefix = loaded.base_model_prefix
         return [] if hasattr(loaded, prefix) else [rf"^(?!{re.escape(prefix)}\.)"]
 
@@ -176,7 +176,7 @@ def computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """The buffers of a model on the meta device that are not stored, as transformers sets them when it loads one.
 
     The parameters stay on the meta device, so their initialisation takes neither memory nor time. Raises
-    NotImplementedError or RuntimeError where a model's initialisation reads its parameters.
+    NotImplementedError or RuntimeError if a model's initialisation reads its parameters.
     """
     names = [name for name, _ in model.named_non_persistent_buffers()]
     for name in names:

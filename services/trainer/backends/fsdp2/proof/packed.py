@@ -63,7 +63,7 @@ class Proof:
     tolerance: float = TOLERANCE
     """Difference of a log-probability that rounding may make in this model."""
     failure: str = ""
-    """Why the tiny model cannot be made or run; empty where it was."""
+    """Why the tiny model cannot be made or run; empty if it was."""
 
     @property
     def holds(self) -> bool:
@@ -199,5 +199,5 @@ def _gradients_apart(packed: PreTrainedModel, alone: PreTrainedModel) -> float:
 
 
 def _far(difference: Tensor) -> float:
-    """The largest absolute value; infinite where one is not a number."""
+    """The largest absolute value; infinite if one is not a number."""
     return float(difference.abs().nan_to_num(nan=float("inf")).max())

@@ -12,7 +12,7 @@ VOCABULARY = 256
 WINDOW = 8
 """Shorter than the longest sequence of the proof, so that windows cut it."""
 LAYERS = 2
-"""Layers where the config does not list the kind of each."""
+"""Layers if the config does not list the kind of each."""
 MOST_FIRST_LAYERS = 4
 """Where more of the first layers are needed to have one of each kind, others are taken out between."""
 MIDDLE = 64

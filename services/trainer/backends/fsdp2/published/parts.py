@@ -1,4 +1,4 @@
-"""What is published of a model with an adapter where the two are not merged: the model once, then the adapter alone."""
+"""What is published of a model with an adapter if the two are not merged: the model once, then the adapter alone."""
 
 from collections.abc import Iterator, Mapping
 

@@ -45,7 +45,7 @@ def export(
 
 
 def _like(tensor: Tensor, part: Tensor) -> Tensor:
-    """A tensor of which this rank has `part` where it has its part of `tensor`."""
+    """A tensor of which this rank has `part` if it has its part of `tensor`."""
     if not isinstance(tensor, DTensor):
         return part
     shape, stride = tensor.shape, tensor.stride()
@@ -89,7 +89,7 @@ def shards(
 ) -> Memory | None:
     """Views of the shards of the model's own tensors, without a copy, to be sent from `device`: shards in host memory
     stay there, and only messages are on the device. With `merging`, the weights that have an adapter are computed when
-    they are sent. None where a tensor of the model folder is not made of boxes of the model's parameters."""
+    they are sent. None if a tensor of the model folder is not made of boxes of the model's parameters."""
     published = manifest(module, dtype, content)
     number = {tensor.name: i for i, tensor in enumerate(published.tensors)}
     places: list[Place] = []

@@ -46,7 +46,7 @@ class AdapterPlan:
 
     @classmethod
     def of(cls, lora: Lora, shape: ModelShape, layers: Layers, options: MegatronOptions, seed: int) -> Self:
-        """Raises InvalidJob where there is no such layer, and for what Megatron's layers do not compute."""
+        """Raises InvalidJob if there is no such layer, and for what Megatron's layers do not compute."""
         chosen, config = check_adapter(lora, options, shape, layers), configuration(lora)
         settings = settings_of(config)
         every = {tensor.name.removesuffix(WEIGHT) for tensor in tensors(shape, Topology(1, MegatronOptions()), layers)}

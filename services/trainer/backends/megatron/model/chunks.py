@@ -143,7 +143,7 @@ class ValueHead(nn.Module):
 
 
 class ValueModel(Policy):
-    """The decoder with a value head. Its last stage returns values and zeros where that of a policy returns
+    """The decoder with a value head. Its last stage returns values and zeros if that of a policy returns
     log-probabilities and entropies, so that both use the same pipeline."""
 
     def __init__(self, plan: ChunkPlan, chunk: int) -> None:

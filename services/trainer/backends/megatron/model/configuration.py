@@ -17,7 +17,7 @@ from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, 
 def configuration(
     shape: ModelShape, options: MegatronOptions, dtype: torch.dtype, *, dispatcher: str = "alltoall"
 ) -> TransformerConfig:
-    """The configuration. `dispatcher`: alltoall, or deepep where that works, see `experts.dispatch`."""
+    """The configuration. `dispatcher`: alltoall, or deepep if that works, see `experts.dispatch`."""
     cuda = torch.cuda.is_available()
     fields: dict[str, Any] = {
         **_sizes(shape),
@@ -149,7 +149,7 @@ log = structlog.get_logger(__name__)
 
 def dispatcher(options: MegatronOptions, hosts: Hosts) -> str:
     """`deepep` or `alltoall`, for ranks that lie on `hosts`. Across hosts DeepEP was never run, so `auto` does not take
-    it there. Raises InvalidJob where DeepEP is asked for and not available."""
+    it there. Raises InvalidJob if DeepEP is asked for and not available."""
     asked, across = options.experts.dispatcher, hosts.cross(options.expert_parallel, options.expert_tensor_size)
     if asked == "alltoall" or options.expert_parallel == 1:
         return "alltoall"

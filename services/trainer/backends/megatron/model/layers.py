@@ -105,7 +105,7 @@ def _latent_attention() -> ModuleSpec:
 
 
 class Norm(torch.nn.RMSNorm):
-    """torch's RMSNorm. It is marked where each rank sees a part of the tokens: its gradient is summed over ranks
+    """torch's RMSNorm. It is marked if each rank sees a part of the tokens: its gradient is summed over ranks
     then."""
 
     def __init__(self, *, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
