@@ -1,6 +1,6 @@
 """Starts the ranks of a trainer on one host: `python -m services.trainer.launch --ranks 2 --coordinator HOST:PORT`.
 
-A trainer is all of its ranks: where one ends with a failure, the others are killed, and all are started again, within a
+A trainer is all of its ranks: if one ends with a failure, the others are killed, and all are started again, within a
 second, from a process that has imported what they need (`millrace/local/launcher.py`). `torchrun` does the same over
 several hosts, where every rank imports by itself.
 
@@ -65,7 +65,7 @@ def life(ranks: int, coordinator: str, port: int, silent_s: float, metrics_port:
 
 
 def threads(ranks: int) -> dict[str, str]:
-    """The variable for the threads that a rank computes with on the CPU, where it is not set: the ranks share the cores
+    """The variable for the threads that a rank computes with on the CPU, if it is not set: the ranks share the cores
     of the host, which an optimizer in host memory needs. torch reads it when it is loaded."""
     return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
 

@@ -7,7 +7,7 @@ import sys
 # each other sleep instead of spinning: with an engine on the same cores a step would otherwise take ten times as long.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# transformers and PEFT import torchao where it is installed, as SGLang has it, and that starts CUDA, before ranks are
+# transformers and PEFT import torchao if it is installed, as SGLang has it, and that starts CUDA, before ranks are
 # forked too. Nothing here uses it: they find that it is not there.
 sys.modules.setdefault("torchao", None)  # type: ignore[arg-type]
 

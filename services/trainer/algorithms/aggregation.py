@@ -65,7 +65,7 @@ def aggregate(
     | seq-mean-token-sum-norm | mean over sequences of their sums / horizon (Dr. GRPO, arXiv 2503.20783) |
 
     `totals` are the counts of the whole batch; without them the tensors are the whole batch. `horizon` is the largest
-    number of tokens that an answer may have. A sequence must not be divided over micro-batches. The result is 0 where
+    number of tokens that an answer may have. A sequence must not be divided over micro-batches. The result is 0 if
     no token counts. Raises ValueError for an unknown mode, for different shapes, and for a missing horizon.
     """
     if mode not in AGGREGATIONS:

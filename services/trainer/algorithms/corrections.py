@@ -100,7 +100,7 @@ class Corrected:
     _mask_bt: Tensor
     _applied: "_Applied"
     _factor: Tensor | None
-    """What the weights were divided by; None where they were not normalised."""
+    """What the weights were divided by; None if they were not normalised."""
 
     @torch.no_grad()
     def metrics(self, totals: BatchTotals) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ def correct(
     train_logprobs_bt, rollout_logprobs_bt: [B, T]; log-probabilities of the same tokens under the same version of the
         weights, by the trainer and by the engine.
     mask_bt: [B, T], true on tokens that count.
-    normalize: divide the weights by their mean over the batch: over tokens, or over sequences where a sequence has one
+    normalize: divide the weights by their mean over the batch: over tokens, or over sequences if a sequence has one
         weight. The tensors have to be the whole batch.
 
     Raises InvalidJob for an unknown name or option and for two corrections that give weights.
@@ -159,7 +159,7 @@ class _Applied:
     """What the corrections of a job return together."""
 
     weights: Tensor | None
-    """[B, T], or [B, 1] for weights of whole sequences; None where no correction gives weights."""
+    """[B, T], or [B, 1] for weights of whole sequences; None if no correction gives weights."""
     keep_bt: Tensor
     metrics: dict[str, Tensor]
 
@@ -190,7 +190,7 @@ def _apply(
 
 
 def _mean(weights: Tensor, mask_bt: Tensor) -> Tensor:
-    """The mean over tokens of weights [B, T], or over sequences of weights [B, 1]; 1 where it is about 0."""
+    """The mean over tokens of weights [B, T], or over sequences of weights [B, 1]; 1 if it is about 0."""
     weights, totals = weights.expand(mask_bt.shape[0], -1), BatchTotals.of(mask_bt)
     mean = _reduced(Rule.SUM, weights[:, 0] if weights.shape[1] == 1 else weights, mask_bt, totals)
     return torch.where(mean > SMALLEST_MEAN, mean, 1)

@@ -31,7 +31,7 @@ def load_algorithms(chosen: Iterable[tuple[AlgorithmKind, str]]) -> None:
 def call_algorithm(kind: AlgorithmKind, name: str, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     """Calls the algorithm with those of `inputs` that it takes and with the checked `options`; gives what it returns.
 
-    Raises InvalidJob where an input or option is missing or wrong, and for whatever a user's function raises.
+    Raises InvalidJob if an input or option is missing or wrong, and for whatever a user's function raises.
     """
     entry = find(kind, name)
     given = {key: value for key, value in inputs.items() if value is not None and key in entry.inputs}
@@ -48,14 +48,14 @@ def call_algorithm(kind: AlgorithmKind, name: str, inputs: Mapping[str, Any], op
 
 
 def function_of(entry: AlgorithmEntry) -> Callable[..., Any]:
-    """The function that implements `entry`. Raises InvalidJob where a user's file fails."""
+    """The function that implements `entry`. Raises InvalidJob if a user's file fails."""
     with errors_with_place(entry):
         function: Callable[..., Any] = getattr(module_of(entry), entry.function)
         return function
 
 
 def module_of(entry: AlgorithmEntry) -> ModuleType:
-    """The module that defines `entry`; executes a user's file on first use. Raises InvalidJob where that fails."""
+    """The module that defines `entry`; executes a user's file on first use. Raises InvalidJob if that fails."""
     if entry.is_user_defined:
         with errors_with_place(entry):
             return load_file(entry.path.resolve())
@@ -74,7 +74,7 @@ RETURNS = {
 
 @cache
 def load_file(path: Path) -> ModuleType:
-    """The module of a user's file, which is executed once. Raises InvalidJob where it is not a Python file."""
+    """The module of a user's file, which is executed once. Raises InvalidJob if it is not a Python file."""
     spec = importlib.util.spec_from_file_location(f"millrace_user_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise InvalidJob(f"{path} is not a Python file.", "Name your algorithm as file.py:function.")
@@ -102,7 +102,7 @@ def errors_with_place(entry: AlgorithmEntry) -> Iterator[None]:
 
 
 def check_returned(entry: AlgorithmEntry, returned: Any, inputs: Mapping[str, Any]) -> None:
-    """Raises InvalidJob where `returned` is not what a function of this kind has to return for `inputs`."""
+    """Raises InvalidJob if `returned` is not what a function of this kind has to return for `inputs`."""
     shape = inputs["mask_bt"].shape
     match entry.kind, returned:
         case AlgorithmKind.ADVANTAGE, (advantages, returns):

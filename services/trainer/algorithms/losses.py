@@ -76,7 +76,7 @@ def policy_loss(
 def selected_tokens(
     name: str, *, logprobs_bt: Tensor, advantages_bt: Tensor, mask_bt: Tensor, **options: Any
 ) -> Tensor | None:
-    """bool [B, T]: the tokens that the loss treats specially; None where the loss selects no tokens.
+    """bool [B, T]: the tokens that the loss treats specially; None if the loss selects no tokens.
 
     The caller passes a step's whole batch and the old log-probabilities. Each micro-batch then gives its rows to
     `policy_loss` as `selected_bt`, so that the choice does not depend on how the batch was divided.
@@ -135,7 +135,7 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns this micro-batch's contribution to the value loss, a scalar to minimise, and to its metrics, detached.
 
-    The loss of a token is 0.5·max((V − R)², (clip(V, V_old ± clip) − R)²), or 0.5·(V − R)² where `clip` is None. All
+    The loss of a token is 0.5·max((V − R)², (clip(V, V_old ± clip) − R)²), or 0.5·(V − R)² if `clip` is None. All
     tensors are [B, T]. `values_bt` carries the gradient; the advantages were computed from `old_values_bt`. For
     aggregation, totals and horizon see `aggregation.aggregate`.
     """

@@ -1,4 +1,4 @@
-"""What is said where a rank's memory has run out: what held it, and which settings would help most."""
+"""What is said if a rank's memory has run out: what held it, and which settings would help most."""
 
 import gc
 import sys
@@ -22,7 +22,7 @@ from services.trainer.ranks import collectives
 
 @contextmanager
 def report_out_of_memory(work: str, phase: Phase, spec: JobSpec, rank: int, ranks: int) -> Iterator[None]:
-    """Raises OutOfMemory, with the predicted parts, where there is no memory left outside of a step."""
+    """Raises OutOfMemory, with the predicted parts, if there is no memory left outside of a step."""
     failed = False
     try:
         yield
@@ -62,7 +62,7 @@ def report_out_of_memory_on_all_ranks(
 
 
 def _message_and_fix(who: str, work: str, phase: Phase, spec: JobSpec, ranks: int) -> tuple[str, str]:
-    """What is said where there is no memory left outside of a step, and the fix."""
+    """What is said if there is no memory left outside of a step, and the fix."""
     shape, predicted = None, ""
     try:
         shape = decoder_shape(Path(spec.model.path))
@@ -95,7 +95,7 @@ def free_unreachable(device: torch.device) -> None:
     """Frees what only reference cycles hold, and gives it back to the device.
 
     One pass of the collector does not see a cycle through an autograd node that has a second owner in C++ (torch's
-    `THPCppFunction` tells its hooks only where it is the only owner): such a model goes in the pass after the one that
+    `THPCppFunction` tells its hooks only if it is the only owner): such a model goes in the pass after the one that
     frees the other owner.
     """
     for _ in range(PASSES):

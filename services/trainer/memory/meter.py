@@ -1,4 +1,4 @@
-"""Measures what a rank's memory holds in each phase of a job, and says what held it where it runs out."""
+"""Measures what a rank's memory holds in each phase of a job, and says what held it if it runs out."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,7 +46,7 @@ WORK = {
 }
 """What a part of a step does, in words."""
 ROLE: dict[str, Role] = {"ref": "reference", "values": "critic", "update_critic": "critic"}
-"""The role whose micro-batches a part of a step computes, where it is not the policy."""
+"""The role whose micro-batches a part of a step computes, if it is not the policy."""
 
 
 @dataclass
@@ -103,7 +103,7 @@ class MemoryMeter:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Measures a part of a step, one of WORK. Raises OutOfMemory where the device has no memory
+        """Measures a part of a step, one of WORK. Raises OutOfMemory if the device has no memory
         left."""
         phase = PASSES.get(part)
         if phase is not None:

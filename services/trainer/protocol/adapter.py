@@ -26,7 +26,7 @@ class Published(Protocol):
         """The tensors one after the other: whole on rank 0, on the backend's device; None on other ranks."""
 
     def shards(self, dtype: str) -> Memory | None:
-        """The boxes of the manifest's tensors that this rank holds, as they are now. None where a tensor is not made of
+        """The boxes of the manifest's tensors that this rank holds, as they are now. None if a tensor is not made of
         boxes of this rank's memory. A collective."""
 
 
@@ -61,7 +61,7 @@ class Adapter(Protocol):
     config: Any
     """The `peft.LoraConfig` that describes the adapter."""
     parts: Mapping[Content, Published]
-    """What can be published apart from the merged model: Content.BASE and Content.ADAPTER. Empty where the adapter can
+    """What can be published apart from the merged model: Content.BASE and Content.ADAPTER. Empty if the adapter can
     only be merged."""
 
     def export(self) -> Iterator[tuple[str, Tensor | None]]:

@@ -28,9 +28,9 @@ class TokenScores:
     logprobs_r: Tensor
     """Log-probabilities at the job's temperature, float32 [R], nats."""
     entropy_r: Tensor | None
-    """Entropies of the same distributions, float32 [R], nats; None where they were not asked for."""
+    """Entropies of the same distributions, float32 [R], nats; None if they were not asked for."""
     others_rk: Tensor | None = None
-    """Log-probabilities of `MicroBatch.others_rk` in the same distributions, float32 [R, K], nats; None where there are
+    """Log-probabilities of `MicroBatch.others_rk` in the same distributions, float32 [R, K], nats; None if there are
     none."""
 
     @classmethod
@@ -55,7 +55,7 @@ class DataParallel:
     rank: int
     size: int
     group: ProcessGroup | None
-    """The ranks over which a batch is summed; None where one rank computes all of it."""
+    """The ranks over which a batch is summed; None if one rank computes all of it."""
     stages: int = 1
     """Pipeline stages, each of which computes another micro-batch of the share at the same time."""
 
@@ -72,10 +72,10 @@ class TrainableModel(Protocol):
     """FLOPs of training on a sequence by its length: for balancing, and for the utilisation of the devices."""
 
     def gradient_norm(self) -> float:
-        """Norm of the gradients added so far, the same on every rank; infinite or NaN where a gradient is."""
+        """Norm of the gradients added so far, the same on every rank; infinite or NaN if a gradient is."""
 
     def prepare_update(self) -> None:
-        """Allocates what the optimizer keeps from the model's first update on: all of it, or none where there is no
+        """Allocates what the optimizer keeps from the model's first update on: all of it, or none if there is no
         memory for it. Called when the gradients are there, before any weight of the step's update is written."""
 
     def optimizer_step(self, *, lr: float, gradient_scale: float) -> None:
@@ -133,7 +133,7 @@ class Backend(TrainableModel, Published, Protocol):
     critic: Critic | None
     """The critic; None for a job without one."""
     adapter: Adapter | None
-    """What is trained of the policy in place of its weights; None where all weights are trained."""
+    """What is trained of the policy in place of its weights; None if all weights are trained."""
 
     def rest(self) -> None:
         """Neither a pass nor a publication needs the weights until the next call: a job may have them in host memory
@@ -168,7 +168,7 @@ def models(backend: Backend) -> dict[str, TrainableModel]:
 
 
 def published(backend: Backend, content: Content) -> Published:
-    """The tensors of `content`. Raises InvalidState where the job has no adapter that can be published alone."""
+    """The tensors of `content`. Raises InvalidState if the job has no adapter that can be published alone."""
     if content is Content.MODEL:
         return backend
     parts = backend.adapter.parts if backend.adapter is not None else {}

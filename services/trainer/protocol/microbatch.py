@@ -39,7 +39,7 @@ class Sample:
     reward_parts: tuple[float, ...] = ()
     """The separate rewards that the job names in `reward.parts`."""
     greedy_reward: float | None = None
-    """Reward of the greedy answer to the same prompt, where the job asks for one."""
+    """Reward of the greedy answer to the same prompt, if the job asks for one."""
     engine: str = ""
     """Name of the engine that generated this sample."""
     experts: NDArray[np.int16] | None = None
@@ -50,7 +50,7 @@ class Sample:
     turns: tuple[Turn, ...] = ()
     """Empty: one turn, which is the whole response."""
     teacher: TeacherScores | None = None
-    """The teacher's scores of each sampled token, where the job has a teacher."""
+    """The teacher's scores of each sampled token, if the job has a teacher."""
     images: tuple[bytes, ...] = ()
     """Files of the prompt's images, in the order of their places."""
 
@@ -92,7 +92,7 @@ class MicroBatch:
     """Further tokens to score in the place of each sampled token: the teacher's most likely ones, int64 [R, K]. None:
     there are none."""
     images: tuple[tuple[bytes, ...], ...] = ()
-    """Files of the images of each sequence; empty where none has any."""
+    """Files of the images of each sequence; empty if none has any."""
 
     @classmethod
     def pack(cls, samples: Sequence[Sample], rows: Sequence[int]) -> "MicroBatch":
@@ -152,7 +152,7 @@ class MicroBatch:
 
 
 def _sampled(samples: Sequence[Sample], lengths: Sequence[int]) -> Tensor | None:
-    """Places of the sampled tokens of packed samples; None where each sample's are its whole response."""
+    """Places of the sampled tokens of packed samples; None if each sample's are its whole response."""
     if not any(sample.turns for sample in samples):
         return None
     starts = np.cumsum([0, *lengths])
@@ -160,7 +160,7 @@ def _sampled(samples: Sequence[Sample], lengths: Sequence[int]) -> Tensor | None
 
 
 def _others(samples: Sequence[Sample]) -> Tensor | None:
-    """The teacher's most likely tokens in the places of all sampled ones; None where it reported none."""
+    """The teacher's most likely tokens in the places of all sampled ones; None if it reported none."""
     tops = [sample.teacher.top_tokens_nk for sample in samples if sample.teacher is not None]
     if not tops or not tops[0].shape[1]:
         return None

@@ -43,7 +43,7 @@ class DeltaTransfer(ShardedTransfer):
         """Figures of the last transfer: bytes sent, 16-bit words compared, words changed."""
 
     def prepare_send(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
-        """See `ShardedTransfer.prepare`. Raises PublicationFailed where there is no host memory for the snapshot."""
+        """See `ShardedTransfer.prepare`. Raises PublicationFailed if there is no host memory for the snapshot."""
         answer = super().prepare_send(request, backend)
         with collectives.fail_together(), exhausted.as_error():
             self._make_snapshot()

@@ -49,7 +49,7 @@ class Prepared:
     seconds: float
     """How long PREPARE took."""
     store: TCPStore | None
-    """The store where the communicator is joined; on rank 0, and only where there is a receiver."""
+    """The store where the communicator is joined; on rank 0, and only if there is a receiver."""
 
 
 class GatherBroadcastTransfer:
@@ -189,7 +189,7 @@ class _Broadcast:
     def gathered(
         self, tensors: Iterator[tuple[TensorInfo, Tensor | None]]
     ) -> Iterator[tuple[TensorInfo, Tensor | None]]:
-        """All of `tensors`, timed. Raises PublicationFailed after the last one where something has failed meanwhile."""
+        """All of `tensors`, timed. Raises PublicationFailed after the last one if something has failed meanwhile."""
         began = time.monotonic()
         for item in tensors:
             self.gather_s += time.monotonic() - began

@@ -38,8 +38,8 @@ class OutgoingTransfer(Protocol):
         """Makes the plan and the rendezvous, and the buffers of this rank. Frees what an earlier publication held."""
 
     def transfer(self, request: TransferSendRequest, backend: Backend) -> TransferSendResponse:
-        """Sends what is prepared; returns when the last byte is sent. Raises PublicationFailed where a receiver is
-        lost or the deadline passes; all ranks are ready for the next publication then. Raises OutOfMemory where ranks
+        """Sends what is prepared; returns when the last byte is sent. Raises PublicationFailed if a receiver is
+        lost or the deadline passes; all ranks are ready for the next publication then. Raises OutOfMemory if ranks
         tell each other of that."""
 
     def abort(self, reason: str) -> None:
@@ -75,7 +75,7 @@ class Sender:
     def prepare_send(self, request: PrepareSendRequest, backend: Backend, version: Version) -> PrepareSendResponse:
         """Manifest, plan and rendezvous; see `OutgoingTransfer.prepare`. `version` is the one that the trainer holds.
 
-        Raises Fenced where the request asks for another version, InvalidState for an unknown path.
+        Raises Fenced if the request asks for another version, InvalidState for an unknown path.
         """
         publication = PublicationId.from_proto(request.publication)
         chosen = self._transfers.get(request.path)
@@ -90,8 +90,8 @@ class Sender:
         return chosen.prepare_send(request, backend)
 
     def transfer(self, request: TransferSendRequest, backend: Backend, version: Version) -> TransferSendResponse:
-        """Sends what was prepared; see `OutgoingTransfer.transfer`. Raises InvalidState where the publication is not
-        prepared, Fenced where the trainer holds another version by now."""
+        """Sends what was prepared; see `OutgoingTransfer.transfer`. Raises InvalidState if the publication is not
+        prepared, Fenced if the trainer holds another version by now."""
         publication, current = PublicationId.from_proto(request.publication), self._current
         if current is None or current.publication != publication:
             raise InvalidState(f"publication {publication.key} is not prepared here.", "prepare it first.")

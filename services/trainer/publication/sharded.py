@@ -35,8 +35,8 @@ from services.trainer.ranks import collectives
 
 
 def describe(request: DescribeSendRequest, backend: Backend) -> DescribeSendResponse:
-    """What is published, and which boxes of it each rank holds; no layouts where a rank cannot describe its memory in
-    boxes. A collective. Raises OutOfMemory on every rank where one has no memory for what it computes for that."""
+    """What is published, and which boxes of it each rank holds; no layouts if a rank cannot describe its memory in
+    boxes. A collective. Raises OutOfMemory on every rank if one has no memory for what it computes for that."""
     source = published(backend, Content.of(request.content))
     with collectives.fail_together(), exhausted.as_error():
         memory = source.shards(request.dtype)
@@ -85,9 +85,9 @@ class ShardedTransfer:
         return prepared.publication if prepared is not None else None
 
     def prepare_send(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
-        """See `OutgoingTransfer`. Raises InvalidState where a rank cannot describe its memory in boxes,
-        PublicationFailed where it holds other boxes than the publication was planned for, OutOfMemory on every rank
-        where one has no memory for its buffers."""
+        """See `OutgoingTransfer`. Raises InvalidState if a rank cannot describe its memory in boxes,
+        PublicationFailed if it holds other boxes than the publication was planned for, OutOfMemory on every rank
+        if one has no memory for its buffers."""
         began = time.monotonic()
         self._prepared = None
         with collectives.fail_together(), exhausted.as_error():
@@ -116,7 +116,7 @@ class ShardedTransfer:
         return PrepareSendResponse(rendezvous=agreed, plan_hash=plan.hash)
 
     def _kept_pipeline(self, plan: ShardedPlan, memory: Memory, layouts: weights_pb2.Sides) -> SendPipeline:
-        """The pipeline of the last publication, or a new one where the plan or the parameters' memory has changed."""
+        """The pipeline of the last publication, or a new one if the plan or the parameters' memory has changed."""
         addresses = [buffer.data_ptr() for buffer in memory.buffers]
         if self._pipeline is not None and self._pipeline[:2] == (plan.hash, addresses):
             return self._pipeline[2]
@@ -129,7 +129,7 @@ class ShardedTransfer:
         return self._pipeline[2]
 
     def transfer(self, request: TransferSendRequest, backend: Backend) -> TransferSendResponse:
-        """See `OutgoingTransfer`. Raises OutOfMemory on every rank where one has no memory left."""
+        """See `OutgoingTransfer`. Raises OutOfMemory on every rank if one has no memory left."""
         prepared = self._prepared
         assert prepared is not None, "the sender compares `publication` first"
         began = time.monotonic()

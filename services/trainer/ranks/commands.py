@@ -39,7 +39,7 @@ class RanksFailed(Unavailable):
     """Ranks died, hang or crashed: the trainer cannot continue and has to be started again."""
 
     cause: OutOfMemory | None = None
-    """Set where a rank ran out of memory: the caller is told of that."""
+    """Set if a rank ran out of memory: the caller is told of that."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class CommandLoop:
         self._handlers = {handler.request_type: handler for handler in handlers}
 
     def run(self) -> None:
-        """Returns after the command to stop. Raises DistError where rank 0 cannot be reached."""
+        """Returns after the command to stop. Raises DistError if rank 0 cannot be reached."""
         number = 0
         while True:
             command = self._next(number)
@@ -111,8 +111,8 @@ class CommandSender:
     def call(self, method: Unary[Request, Response], request: Request, deadline_s: float) -> Response:
         """Sends the command to every rank and returns rank 0's response once every rank has answered.
 
-        Raises the MillraceError of the first rank that raised one; RanksFailed where a rank crashed or does not answer,
-        or where one of several ran out of memory: the others may wait for it for ever.
+        Raises the MillraceError of the first rank that raised one; RanksFailed if a rank crashed or does not answer,
+        or if one of several ran out of memory: the others may wait for it for ever.
         """
         number = self._number
         self._number += 1
@@ -160,7 +160,7 @@ class CommandSender:
                 raise failed
 
     def _check(self, name: str, answers: Mapping[int, Answer], deadline: float) -> None:
-        """Raises RanksFailed, with every failed rank named, where an answer will not come any more."""
+        """Raises RanksFailed, with every failed rank named, if an answer will not come any more."""
         missing = [rank for rank in range(self._world.size) if rank not in answers]
         silent = {rank: f"silent for {s:.0f} s, dead or stopped" for rank, s in self._heartbeats.silent().items()}
         lost = {rank: why for rank, why in silent.items() if rank in missing}

@@ -34,7 +34,7 @@ _COMPLETE = "complete"
 
 def agree(store: TorchStore, rank: int, size: int, timeout_s: float) -> TorchStore:
     """The part of `store` that belongs to this life alone; returns when all of its ranks are there. Raises Unavailable
-    where that takes longer than `timeout_s`."""
+    if that takes longer than `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     return _open(store, size, timeout_s) if rank == 0 else _enter(store, rank, deadline)
 
@@ -77,7 +77,7 @@ _FIX = "see the logs of torchrun on every host, and whether --master-addr is rea
 class Store:
     """A connection for one thread: a client that waits blocks every other thread that uses it.
 
-    Every method raises DistError where rank 0 cannot be reached.
+    Every method raises DistError if rank 0 cannot be reached.
     """
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
@@ -99,7 +99,7 @@ class Store:
         self._client.delete_key(key)
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> bool:
-        """Waits until all keys exist. Returns False where one still does not after `timeout_s` seconds."""
+        """Waits until all keys exist. Returns False if one still does not after `timeout_s` seconds."""
         try:
             self._client.wait(list(keys), timedelta(seconds=timeout_s))
         except DistStoreError:
@@ -165,7 +165,7 @@ class World:
 
     @property
     def ranks_per_host(self) -> int:
-        """Ranks of one host, which torchrun says; all ranks where nothing does."""
+        """Ranks of one host, which torchrun says; all ranks if nothing does."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
 
     def connect(self, timeout_s: float) -> Store:
@@ -174,14 +174,14 @@ class World:
 
 
 def hosts_of_ranks() -> Hosts:
-    """The hosts on which the ranks lie, as torchrun says; one where nothing does."""
+    """The hosts on which the ranks lie, as torchrun says; one if nothing does."""
     size = dist.get_world_size()
     return Hosts(size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 
 
 @contextmanager
 def _ends_after(limit_s: float) -> Iterator[None]:
-    """Ends this process where the code inside takes longer: it may be blocked in a library for ever."""
+    """Ends this process if the code inside takes longer: it may be blocked in a library for ever."""
 
     def end() -> None:
         log.error("the ranks of the trainer could not connect to each other: this rank ends", limit_s=limit_s)

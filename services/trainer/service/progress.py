@@ -106,7 +106,7 @@ class ConfiguredJob:
         return self.spec.deadlines.of_calls()[f"Trainer/{method}"]
 
     def check_next(self, step: int) -> None:
-        """Raises Fenced where the step is not the one after the version that is held."""
+        """Raises Fenced if the step is not the one after the version that is held."""
         if step != self.version + 1:
             raise Fenced(
                 f"step {step} of {self.job_id} is not the next: the trainer holds version {self.version}.",
@@ -114,7 +114,7 @@ class ConfiguredJob:
             )
 
     def check_parts(self, request: pb.StepRequest) -> None:
-        """Raises Fenced where the parts that the request follows are not those that the trainer has."""
+        """Raises Fenced if the parts that the request follows are not those that the trainer has."""
         if len(self.parts) != request.part:
             what = f"part {request.part} of step {request.step} is not the next: the trainer has {len(self.parts)}."
             raise Fenced(what, "add the groups of the step from part 0 on.")

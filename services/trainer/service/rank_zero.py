@@ -147,7 +147,7 @@ class RankZero:
         self._commands.stop()
 
     async def _serve(self, host: str, port: int, metrics_port: int) -> None:
-        """Serves until drained or failed. Raises Unavailable where a port is taken."""
+        """Serves until drained or failed. Raises Unavailable if a port is taken."""
         servicers = {"millrace.v1.Trainer": lambda grpc: add_TrainerServicer_to_server(self._trainer, grpc)}
         bind, registry = bind_address(host), self._metrics.registry
         server = Server(servicers, bind, port, observe=grpc_observer(registry))

@@ -91,7 +91,7 @@ class TrainerService(TrainerServicer):
         on_failed: Callable[[str], None],
         on_sent: Callable[[weights_pb2.MemberReport], None] = lambda _: None,
     ) -> None:
-        """`on_failed` is called where the ranks cannot continue, `on_sent` with the report of each publication whose
+        """`on_failed` is called if the ranks cannot continue, `on_sent` with the report of each publication whose
         weights were sent."""
         self._ranks = ranks
         self._sender = sender

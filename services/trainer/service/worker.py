@@ -46,7 +46,7 @@ class LoadedJob:
 
     id: JobId
     spec: JobSpec
-    """With paths on this host where the job has names on the hub."""
+    """With paths on this host if the job has names on the hub."""
     model: str
     """The model as the job names it: a folder, or a name on the hub."""
     backend: Backend
@@ -147,7 +147,7 @@ class Worker:
         raise OutOfMemory(what, fix)
 
     def _added(self, job: LoadedJob, request: pb.StepRequest) -> Step:
-        """The step in progress, or a new one, with the request's groups. Raises InvalidState where it has not the parts
+        """The step in progress, or a new one, with the request's groups. Raises InvalidState if it has not the parts
         before them."""
         if request.part == 0:
             if job.step is not None:
@@ -174,7 +174,7 @@ class Worker:
         return sent
 
     def save(self, request: pb.SaveRequest) -> pb.SaveResponse:
-        """Saves a checkpoint in the background, or before it returns where the job says so."""
+        """Saves a checkpoint in the background, or before it returns if the job says so."""
         job, began = self._loaded(), time.monotonic()
         with collectives.fail_together():
             self._saver.check_free()
@@ -229,8 +229,8 @@ class Worker:
 
     @contextmanager
     def _publishing(self, work: str) -> Iterator[LoadedJob]:
-        """Raises PublicationFailed where every rank knows that one of them has no memory left, and OutOfMemory on that
-        rank alone where the others may wait for it."""
+        """Raises PublicationFailed if every rank knows that one of them has no memory left, and OutOfMemory on that
+        rank alone if the others may wait for it."""
         job, ranks = self._loaded(), self._world.size
         with (
             exhausted.report_out_of_memory(work, Phase.PUBLICATION, job.spec, self._world.rank, ranks),

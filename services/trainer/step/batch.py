@@ -213,7 +213,7 @@ class RankBatch:
 
     @cached_property
     def teacher_top_btk(self) -> Tensor | None:
-        """Log-probabilities of the teacher's most likely tokens, [rows, longest, K]; None where it reported none."""
+        """Log-probabilities of the teacher's most likely tokens, [rows, longest, K]; None if it reported none."""
         top_btk = self._of_teacher(lambda scores: scores.top_logprobs_nk)
         return top_btk if top_btk is not None and top_btk.shape[-1] else None
 

@@ -22,7 +22,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Raises OutOfMemory where the device has no memory left in this phase."""
+        """Raises OutOfMemory if the device has no memory left in this phase."""
         began = time.perf_counter()
         try:
             with self.meter.during(phase), span(SPANS.get(phase, SpanKind.ASSESS), detail=phase):

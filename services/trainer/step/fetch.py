@@ -28,7 +28,7 @@ async def fetch(
     """The wanted trajectories, in their order, with the separate rewards that the job names. `teacher_top`: number of
     tokens that the job's teacher reports in each place; None for a job without a teacher.
 
-    Raises InvalidState where a trajectory is not as the coordinator announced it.
+    Raises InvalidState if a trajectory is not as the coordinator announced it.
     """
     if not wanted:
         return []
@@ -99,7 +99,7 @@ def _with_teacher_scores(ref: TrajectoryRef, group: common_pb2.Group, sample: Sa
 
 
 def _turns(ref: TrajectoryRef, trajectory: common_pb2.Trajectory, tokens: int) -> tuple[Turn, ...]:
-    """The turns of a response of `tokens` tokens; none where all of it was sampled at once."""
+    """The turns of a response of `tokens` tokens; none if all of it was sampled at once."""
     turns = tuple(Turn(turn.start, turn.end, turn.reward) for turn in trajectory.turns)
     ends = [0, *(turn.end for turn in turns)]
     if any(turn.start < before or turn.end <= turn.start for before, turn in zip(ends, turns, strict=False)):
@@ -115,7 +115,7 @@ def _turns(ref: TrajectoryRef, trajectory: common_pb2.Trajectory, tokens: int) -
 def _rewards(
     ref: TrajectoryRef, group: common_pb2.Group, reward_parts: Sequence[str]
 ) -> tuple[float, tuple[float, ...]]:
-    """The reward of a trajectory, and the separate rewards of the episode that it ends; 0 each where it ends none."""
+    """The reward of a trajectory, and the separate rewards of the episode that it ends; 0 each if it ends none."""
     trajectory = group.trajectories[ref.sample]
     ends_episode = ref.sample + 1 in itertools.accumulate(episode_sizes(group))
     if not trajectory.HasField("reward") and (ends_episode or trajectory.reward_failure):

@@ -85,7 +85,7 @@ def _scored(
     score: Callable[[Sequence[MicroBatch]], list[Tensor]],
 ) -> Tensor:
     """The scores of all of this rank's rows, [rows, longest], from the micro-batches of all updates. Raises NonFinite
-    on every rank where one score is NaN or infinite."""
+    on every rank if one score is NaN or infinite."""
     microbatches = [microbatch for microbatches in updates.values() for microbatch in microbatches]
     scored_bt = batch.from_microbatches(microbatches, score(microbatches))
     with collectives.fail_together():

@@ -32,14 +32,14 @@ class LossInputs:
     rollout_bt: Tensor
     """Log-probabilities that the engine reported."""
     old_bt: Tensor | None
-    """Log-probabilities of the proximal policy. None where that is the policy before its only update: then the update's
+    """Log-probabilities of the proximal policy. None if that is the policy before its only update: then the update's
     own log-probabilities are used."""
     ref_bt: Tensor | None
     """Log-probabilities under the reference."""
     weights_bt: Tensor | None
     """Importance weights of the correction, of the losses that sampled tokens estimate."""
     high_entropy_bt: Tensor | None
-    """The tokens whose policy loss counts (`algorithm.top_entropy_fraction`), bool; None where that of all does. No
+    """The tokens whose policy loss counts (`algorithm.top_entropy_fraction`), bool; None if that of all does. No
     other loss reads it."""
     selected_bt: Tensor | None
     """The tokens that the policy loss treats differently."""
@@ -92,7 +92,7 @@ class Assessment:
     """Values of the critic."""
     corrected: Corrected | None
     entropy_threshold: float | None
-    """Smallest entropy of a token whose policy loss counts, nats; None where that of all tokens does."""
+    """Smallest entropy of a token whose policy loss counts, nats; None if that of all tokens does."""
 
 
 def make_loss_inputs(spec: JobSpec, batch: RankBatch, passes: ForwardResults) -> tuple[LossInputs, Assessment]:
@@ -213,7 +213,7 @@ def token_rewards(spec: JobSpec, batch: RankBatch, old_bt: Tensor | None, ref_bt
     """Rewards per token, float64 [rows, longest], so that equal sums of them are found equal.
 
     The reward and the overlong penalty are on the last sampled token of a trajectory, the reward of a turn is on the
-    last token of that turn. The KL to the reference is subtracted on every token where the job has it in the reward.
+    last token of that turn. The KL to the reference is subtracted on every token if the job has it in the reward.
     """
     algorithm = spec.algorithm
     rewards_bt = torch.zeros(batch.mask_bt.shape, dtype=torch.float64, device=batch.device)

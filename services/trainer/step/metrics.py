@@ -94,7 +94,7 @@ def over_updates(updates: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[s
 
 
 def batch_metrics(parts: Sequence[Assessment]) -> dict[str, float]:
-    """Statistics of the rewards and advantages of a step's parts, of values and returns where there is a critic, and of
+    """Statistics of the rewards and advantages of a step's parts, of values and returns if there is a critic, and of
     the corrections."""
     counts = [part.mask_bt for part in parts]
     advantages = torch.cat([part.advantages_bt[part.mask_bt] for part in parts])
@@ -136,7 +136,7 @@ def mismatch_by_part(
 
     `<metric>/same_version` covers the tokens of `same_bt`, which were sampled with exactly the weights that the trainer
     compares with: their difference comes from numerics alone, not from updates of the policy. `<metric>/<engine>` and
-    `<metric>/same_version/<engine>` cover the tokens of one engine, where the batch is from several.
+    `<metric>/same_version/<engine>` cover the tokens of one engine, if the batch is from several.
 
     `engine_b` [trajectories] counts into `ENGINE_NAMES`.
     """

@@ -27,8 +27,8 @@ def plan_microbatches(
 
     Each sequence is in exactly one micro-batch, no micro-batch has more than `token_budget` tokens, and all ranks have
     the same number of micro-batches, as few as this method finds. The ranks' costs are about equal: for each i-th
-    micro-batch with `lockstep`, where parameters are sharded over the ranks, and otherwise in total. The heaviest
-    micro-batches come first. A micro-batch is empty only where there are fewer sequences than micro-batches; its rank
+    micro-batch with `lockstep`, if parameters are sharded over the ranks, and otherwise in total. The heaviest
+    micro-batches come first. A micro-batch is empty only if there are fewer sequences than micro-batches; its rank
     then runs a batch of padding, because all ranks have to take part in the collectives.
 
     Raises InvalidJob if a sequence has more tokens than the budget, ValueError for a length or rank count below 1.
@@ -167,7 +167,7 @@ def pack(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 
 
 def spread(lengths: Sequence[int], loads: Sequence[float], token_budget: int, count: int) -> list[list[int]] | None:
-    """Divides sequences into exactly `count` micro-batches of about equal load; None where some sequence has no room.
+    """Divides sequences into exactly `count` micro-batches of about equal load; None if some sequence has no room.
 
     Longest first, each sequence goes into the lightest micro-batch that has room. `loads` has a load for each sequence.
     """
@@ -266,7 +266,7 @@ class PlanReport:
     """Cost of the costliest rank over the mean cost of the ranks, minus 1."""
     lockstep_imbalance: float
     """Sum over the micro-batches of the costliest rank's cost, over the mean cost of the ranks, minus 1: the imbalance
-    where all ranks wait for each other in each micro-batch."""
+    if all ranks wait for each other in each micro-batch."""
 
 
 def report(plan: Plan, lengths: Sequence[int], *, token_budget: int, cost: SequenceCost) -> PlanReport:

@@ -38,7 +38,7 @@ class KlCoefficient:
 
 
 def mean_kl(estimator: str, logprobs_bt: Tensor, ref_bt: Tensor, mask_bt: Tensor) -> float:
-    """Mean KL to the reference over the mask's tokens, in nats; 0 where there are none."""
+    """Mean KL to the reference over the mask's tokens, in nats; 0 if there are none."""
     tokens = kl(estimator, logprobs_bt, ref_bt)[mask_bt].double()
     return float(tokens.mean()) if tokens.numel() else 0.0
 

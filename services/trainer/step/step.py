@@ -87,8 +87,8 @@ class Step:
     def add(self, request: StepRequest) -> None:
         """Assesses the groups of the request, and adds the gradient of those that the first update trains.
 
-        Raises NonFinite, with the trajectory named, for a NaN or an infinity, InvalidJob where a user's own loss fails.
-        OutOfMemory, on the ranks that have no memory left. InvalidState or Unavailable where trajectories are not
+        Raises NonFinite, with the trajectory named, for a NaN or an infinity, InvalidJob if a user's own loss fails.
+        OutOfMemory, on the ranks that have no memory left. InvalidState or Unavailable if trajectories are not
         available.
         """
         with self._cleared_on_failure():

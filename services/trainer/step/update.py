@@ -1,4 +1,4 @@
-"""One update of the policy, and of the critic where the job has one, on their share of the step's groups."""
+"""One update of the policy, and of the critic if the job has one, on their share of the step's groups."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ class UpdateResult:
     """Metrics of each model that was updated: `actor`, `critic`."""
     logprobs: Mapping[RankBatch, Tensor]
     """The log-probabilities of each batch whose rows it trained, under the weights before this update, [rows, longest];
-    0 in rows that it did not train. Empty where the policy was not updated."""
+    0 in rows that it did not train. Empty if the policy was not updated."""
     masks: Mapping[RankBatch, Tensor]
     """The sampled tokens of the rows that it trained, for each batch."""
 
@@ -98,7 +98,7 @@ class Update:
     def add(self, batch: RankBatch, inputs: LossInputs, *, more: bool) -> None:
         """Forward and backward over the batch's micro-batches of this update. `more`: further batches follow.
 
-        Raises NonFinite where a log-probability or a value is NaN or infinite, and InvalidJob where a user's own loss
+        Raises NonFinite if a log-probability or a value is NaN or infinite, and InvalidJob if a user's own loss
         fails.
         """
         trained_b = torch.zeros(len(batch.samples), dtype=torch.bool, device=batch.device)
@@ -121,7 +121,7 @@ class Update:
     def finish(self) -> UpdateResult:
         """One step of each optimizer.
 
-        Raises NonFinite where a gradient is NaN or infinite: no weight has changed then. `clock.meter.updated` is set
+        Raises NonFinite if a gradient is NaN or infinite: no weight has changed then. `clock.meter.updated` is set
         before the first weight is written.
         """
         assert self._assumed is not None, "an update has at least one batch"
