@@ -110,7 +110,12 @@ def _choice(field: FieldInfo) -> str:
     named = " or ".join(f"`{name}`" for name in choices(field))
     if not named or get_origin(field.annotation) is list:
         return named and f"list of {named}"
-    return f"{named}, or null" if type(None) in get_args(field.annotation) else named
+    others = [
+        f", or {word}"
+        for kind, word in ((type(None), "null"), (bool, PLAIN[bool]))
+        if kind in get_args(field.annotation)
+    ]
+    return "".join([named, *others])
 
 
 def _plain(kind: Any) -> str:

@@ -89,8 +89,8 @@ class BackendDescriptor(Generic[Options]):
     ranks_multiple: Callable[[Options], int] = field(default=lambda options: 1)
     """The number of ranks has to be a multiple of this."""
     needs_whole_batch: Callable[[Options], str] = field(default=lambda options: "")
-    """What with these options needs the micro-batches of a whole step before the first of them can be trained, in
-    words; empty if nothing does."""
+    """Why with these options the micro-batches of a whole step are needed before the first of them can be trained, in
+    words; empty if they are not."""
     check: str = ""
     """`module:function`, called with the job spec at submission; raises InvalidJob. Empty if the options alone say
     all. The module must import neither torch nor the backend."""

@@ -1,7 +1,7 @@
 """The seconds of a step beside those of the longer side at full load, if few answers are much longer than the others.
 
     python -m benchmarks.tail --repeats 3
-    python -m benchmarks.tail --case "streaming: schedule.max_staleness=0 trainer.streaming=true"
+    python -m benchmarks.tail --case "no streaming: schedule.max_staleness=0 trainer.streaming=false"
 
 Real services: vLLM, the FSDP2 trainer, the coordinator with its Redis. Answers have lognormal lengths, the 99th
 percentile ten times the median, by the probabilities of the model itself (model.py). Each repeat begins with two jobs

@@ -34,6 +34,7 @@ from millrace.rewards.locate import Target
 from millrace.spec import parse
 from millrace.spec.job import PLACEHOLDER, JobSpec
 from millrace.spec.model import Model
+from millrace.spec.passes import needs_whole_batch
 from millrace.spec.schedule import Webhook
 from millrace.spec.trainer import ROLES
 from millrace.trackers import check_trackers
@@ -87,6 +88,9 @@ def check(tree: Any) -> JobSpec:
     mistakes = [*_relative(here), *_data(here, spec), *_algorithm(here, spec), *_pools(here, spec), *_rest(here)]
     if mistakes:
         raise InvalidJob.of(mistakes, "the job cannot run:")
+    if spec.trainer.streaming is True and (reason := needs_whole_batch(spec)):
+        fix = 'set it to "auto", which takes such steps as a whole, or change what the reason names.'
+        raise refused("trainer.streaming", True, reason, fix)
     return with_folder(spec)
 
 

@@ -118,6 +118,14 @@ class MegatronOptions(StrictModel):
     """Tokens whose logits exist at the same time."""
 
     @property
+    def needs_whole_batch(self) -> str:
+        """See `BackendDescriptor.needs_whole_batch`."""
+        if self.frees_gradients:
+            name = "release_gradients" if self.release_gradients else "offload_parameters"
+            return f"trainer.backend_options.{name}: gradients would be held while the trainer waits for groups"
+        return self.experts.needs_whole_batch
+
+    @property
     def frees_gradients(self) -> bool:
         """Whether gradients have memory only from a backward pass to its update."""
         return self.release_gradients or self.offload_parameters
@@ -165,7 +173,7 @@ DESCRIPTOR = BackendDescriptor(
     build="services.trainer.backends.megatron.build:build",
     options=MegatronOptions,
     ranks_multiple=lambda options: options.ranks_multiple,
-    needs_whole_batch=lambda options: options.experts.needs_whole_batch,
+    needs_whole_batch=lambda options: options.needs_whole_batch,
     check="millrace.megatron.rules:check_submission",
     across_hosts="millrace.megatron.rules:across_hosts",
     memory="millrace.memory.megatron:predict",

@@ -123,6 +123,7 @@ def _facts(job: JobView, ledger: LedgerView, every: bool) -> list[tuple[str, str
         ("step", f"{job.step} of {job.steps or '?'}, weight version {job.version}"),
         ("reward", number(job.reward)),
         ("held-out", held_out(job, coverage=every)),
+        *([("streaming", f"no: {escape(job.whole_steps)}")] if job.whole_steps else []),
         ("time", f"{duration(job.queued_s)} in the queue, then {duration(job.ran_s)}"),
         ("ledger", ledger_line(ledger)),
         ("model", escape(str(job.spec.get("model", {}).get("path", "")))),

@@ -28,6 +28,11 @@ class TrainerConfigured(EventData):
         description="Fields with a better value: those with which ranks of different hosts exchange more than need be, "
         "and those with which an adapter learns more slowly.",
     )
+    whole_steps: str = Field(
+        "",
+        description="Why it gets all groups of a step at once; empty where it gets them as they are completed "
+        "(`trainer.streaming`).",
+    )
 
 
 class TrainerLost(EventData):

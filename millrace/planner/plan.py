@@ -21,7 +21,7 @@ from millrace.simulation.job import simulate
 from millrace.simulation.outcome import Outcome
 from millrace.simulation.setting import Cycled, Setting, TrainerRate, reduced
 from millrace.spec import JobSpec
-from millrace.spec.passes import needs_whole_batch
+from millrace.spec.passes import why_not_streaming
 
 HOUR_S = 3600.0
 MILLION = 1e6
@@ -125,7 +125,7 @@ class Plan:
         """The job's steps, simulated; None if trainer and replicas take turns."""
         if self.publication is None:
             return None
-        streaming = self.spec.trainer.streaming and not needs_whole_batch(self.spec)
+        streaming = not why_not_streaming(self.spec)
         return simulated(self.replica, self.replicas, self.work, self.training, self.publication, streaming=streaming)
 
     @property

@@ -154,6 +154,11 @@ class JobSummary(BaseModel):
 class JobView(JobSummary):
     """A job."""
 
+    whole_steps: str = Field(
+        "",
+        description="Why the trainer gets all groups of a step at once; empty where it gets them as they are completed "
+        "(`trainer.streaming`), and before it has loaded the job.",
+    )
     spec: dict[str, Any] = Field(description="The job spec with all defaults, as the release that took it wrote it.")
     advice: list[Mistake] = Field(
         [], description="In the answer to a submission: fields with a likely better value. The job runs as it is."

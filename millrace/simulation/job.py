@@ -1,7 +1,8 @@
 """The simulated job: it issues prompts, replicas generate, the trainer trains and publishes, as the coordinator has it.
 
 A step's prompts are issued after the publication before it, as many as keep the staleness bound. Replicas take whole
-groups, the emptiest one first. The trainer takes a step's worth of complete groups, those with the oldest tokens first.
+groups, the emptiest one first. The trainer takes a step's worth of complete groups, in the order in which their prompts
+were issued; with streaming it begins with those that are certain to be among them.
 """
 
 import heapq
@@ -212,8 +213,12 @@ class Simulation:
     def _take(self) -> None:
         """Takes what the trainer can begin with."""
         wanted = self.setting.prompts - len(self._taken)
-        part = sorted(self._due(wanted), key=_oldest)[:wanted]
-        if not part or (len(part) < wanted and not self.setting.streaming):
+        first = self._first(wanted) if self.setting.streaming or self.setting.wait_for_slow else []
+        due = first if self.setting.wait_for_slow else self._ready
+        if len(due) < wanted:
+            due = first if self.setting.streaming else []
+        part = sorted(due, key=_order)[:wanted]
+        if not part:
             return
         chosen = set(part)
         self._ready = [group for group in self._ready if group not in chosen]
@@ -221,12 +226,10 @@ class Simulation:
         self._part = part
         self._train()
 
-    def _due(self, wanted: int) -> list[Group]:
-        """The complete groups that the step may have."""
-        if not self.setting.wait_for_slow or not self._ready:
-            return self._ready
+    def _first(self, wanted: int) -> list[Group]:
+        """The complete groups among so many prompts in flight, the ones that were issued first."""
         in_flight = chain(self._queue, self._leased, self._ready)
-        last = max(heapq.nsmallest(wanted, (group.order for group in in_flight)))
+        last = max(heapq.nsmallest(wanted, map(_order, in_flight)), default=0)
         return [group for group in self._ready if group.order <= last]
 
     def _train(self) -> None:
@@ -382,6 +385,10 @@ class Simulation:
             )
         )
         self._counts = Counts(begin_s=self.now)
+
+
+def _order(group: Group) -> int:
+    return group.order
 
 
 def _oldest(group: Group) -> int:

@@ -59,9 +59,19 @@ def passes_of(spec: JobSpec, *, updates: int, policy_is_trained: bool = True) ->
     )
 
 
+def why_not_streaming(spec: JobSpec) -> str:
+    """Why the trainer gets all groups of a step at once; empty where it gets them as they are completed."""
+    streaming, staleness = spec.trainer.streaming, spec.schedule.max_staleness
+    if streaming is False:
+        return "trainer.streaming: false"
+    if streaming == "auto" and staleness > 0:
+        return f"schedule.max_staleness: {staleness}: replicas generate groups of later steps while the trainer trains"
+    return needs_whole_batch(spec)
+
+
 def needs_whole_batch(spec: JobSpec) -> str:
     """What of the job needs the groups of a whole step before the first of them can be trained, in words; empty if the
-    trainer can take them as they come (`trainer.streaming`).
+    trainer can take them as they are completed (`trainer.streaming`).
 
     Sums over the batch that only divide the gradient are no such reason: the trainer divides by them at the end. Losses
     get single micro-batches in any case.
@@ -79,5 +89,9 @@ def needs_whole_batch(spec: JobSpec) -> str:
         return f"algorithm.policy_loss: {algorithm.policy_loss.name} selects tokens over the whole batch"
     if algorithm.top_entropy_fraction < 1:
         return "algorithm.top_entropy_fraction: the tokens are those of the highest entropy in the whole batch"
+    if (lora := spec.model.lora) is not None and lora.dropout > 0:
+        return "model.lora.dropout: the random numbers of a step depend on its parts"
     backend = BACKENDS[spec.trainer.backend]
-    return backend.needs_whole_batch(backend.options.model_validate(spec.trainer.backend_options))
+    sections = [spec.trainer] if algorithm.critic is None else [spec.trainer, spec.trainer.of("critic")]
+    options = (backend.options.model_validate(section.backend_options) for section in sections)
+    return next((reason for each in options if (reason := backend.needs_whole_batch(each))), "")

@@ -74,10 +74,12 @@ class Trainer(StrictModel):
     has a budget of that sequence's length."""
     updates_per_step: int = Field(1, ge=1, le=limits.MOST_IN_FLIGHT)
     """Optimizer updates in a step, each on its share of the groups."""
-    streaming: bool = False
+    streaming: Literal["auto"] | bool = "auto"
     """Whether the trainer begins with groups of a step while the others are still generated. It adds up their gradient,
-    and the optimizer steps when all are there: the step is the same but for rounding. A job with something that needs
-    the whole batch first waits for it: docs/algorithms.md."""
+    and the optimizer steps when all are there: the step is the same but for rounding. auto: with `max_staleness: 0`,
+    unless something in the job needs the whole batch first (docs/algorithms.md); `millrace show` has the reason. true:
+    with any `max_staleness`; a job that needs the whole batch is refused. false: the trainer gets all groups of a step
+    at once."""
     activation_recompute: bool = False
     """Whether activations are recomputed in the backward pass: less memory, about a third more work."""
     optimizer: Optimizer = Field(Optimizer(), examples=[{"lr": 1e-6}])

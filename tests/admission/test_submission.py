@@ -238,6 +238,14 @@ def test_experts_are_not_replayed_where_they_are_recomputed_by_themselves(module
         submission.check(tree)
 
 
+def test_a_job_that_needs_the_whole_batch_cannot_be_told_to_stream(tmp_path: Path) -> None:
+    tree = job(tmp_path, {}) | {"algorithm": {"preset": "reinforce++"}}
+    submission.check(tree | {"trainer": {"streaming": "auto"}})
+    told = r'trainer\.streaming: true: algorithm\.advantage: .* over the whole batch. Fix: set it to "auto"'
+    with pytest.raises(InvalidJob, match=told):
+        submission.check(tree | {"trainer": {"streaming": True}})
+
+
 def test_options_are_left_to_whom_they_belong_to(tmp_path: Path) -> None:
     options = {"kv_cache_dtype": "fp8", "compilation_config": {"level": 3}}
     options |= {"vllm": {"skip_tokenizer_init": False}, "sglang": {"a": 1}}

@@ -16,11 +16,12 @@ from tests.memory.jobs import job
 from tests.planner.jobs import planned, preset
 
 ON_POLICY = {"max_staleness": 0}
+WHOLE = {"streaming": False}
 
 
 def test_a_step_is_simulated_and_takes_at_least_the_longer_side_at_full_load() -> None:
     """Without staleness both sides take turns, and replicas with a little more work than others are waited for."""
-    turns = planned(preset("qwen3-8b-8gpu", schedule=ON_POLICY))
+    turns = planned(preset("qwen3-8b-8gpu", schedule=ON_POLICY, trainer=WHOLE))
     overlapped = planned(preset("qwen3-8b-8gpu"))
     assert turns.least_s == pytest.approx(turns.generating_s + turns.training_s)
     assert turns.least_s * 0.99 < turns.step_s < turns.least_s * 1.05
@@ -28,7 +29,7 @@ def test_a_step_is_simulated_and_takes_at_least_the_longer_side_at_full_load() -
     assert overlapped.least_s == max(overlapped.generating_s, overlapped.training_s) <= overlapped.step_s < turns.step_s
     assert overlapped.generation.total < turns.generation.total  # no tail
     assert turns.simulated is not None and turns.simulated.mean_staleness == 0.0
-    streams = planned(preset("qwen3-8b-8gpu", schedule=ON_POLICY, trainer={"streaming": True}))
+    streams = planned(preset("qwen3-8b-8gpu", schedule=ON_POLICY))
     assert streams.step_s < 0.95 * turns.step_s
     apart = planned(preset("qwen3-8b-8gpu"), colocated=True)
     assert apart.simulated is None and apart.step_s == apart.least_s
@@ -37,7 +38,9 @@ def test_a_step_is_simulated_and_takes_at_least_the_longer_side_at_full_load() -
 def test_a_job_is_simulated_with_fewer_replicas_than_it_has() -> None:
     """A step of a tenth of the job on a tenth of the replicas takes as long, but for the spread of lengths."""
     large, small = (
-        planned(preset("qwen3-8b-8gpu", schedule={"prompts_per_step": prompts, "max_staleness": 0}), 80, replicas)
+        planned(
+            preset("qwen3-8b-8gpu", schedule=ON_POLICY | {"prompts_per_step": prompts}, trainer=WHOLE), 80, replicas
+        )
         for prompts, replicas in ((640, 80), (64, 8))
     )
     assert large.simulated is not None and len(large.simulated.steps[0].replica_s) < 80

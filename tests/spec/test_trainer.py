@@ -1,7 +1,11 @@
-"""The token budgets of policy, reference and critic, lowered together."""
+"""The trainer's section: token budgets of policy, reference and critic, lowered together; and whether a job streams."""
+
+from typing import Any
 
 import pytest
 
+from millrace.spec import parse
+from millrace.spec.passes import why_not_streaming
 from millrace.spec.trainer import CriticRun, ReferenceRun, Role, Trainer
 
 
@@ -32,3 +36,52 @@ def test_smaller_budgets_of_roles_do_not_fall_below_the_policys() -> None:
 @pytest.mark.parametrize("own", [16, 1000, 1024, 3001])
 def test_the_whole_budget_changes_nothing(own: int) -> None:
     assert lowered(1024, reference=own, critic=own) == {"policy": 1024, "reference": own, "critic": own}
+
+
+def whole_steps(**sections: Any) -> str:
+    """Why such a job, strictly on-policy if it does not say otherwise, does not stream."""
+    tree = {
+        "name": "streaming",
+        "output": "/output",
+        "model": {"path": "/model"},
+        "data": {"procedural": "reasoning_gym:spell_backward"},
+        "schedule": {"max_staleness": 0},
+        **sections,
+    }
+    return why_not_streaming(parse(tree))
+
+
+def test_a_job_on_policy_streams_by_default() -> None:
+    assert whole_steps() == whole_steps(trainer={"streaming": "auto"}) == ""
+    assert whole_steps(trainer={"streaming": False}) == "trainer.streaming: false"
+
+
+def test_with_staleness_a_job_streams_only_if_it_asks_for_it() -> None:
+    assert whole_steps(schedule={"max_staleness": 2}).startswith("schedule.max_staleness: 2: ")
+    assert whole_steps(schedule={"max_staleness": 2}, trainer={"streaming": True}) == ""
+
+
+@pytest.mark.parametrize(
+    ("sections", "field"),
+    [
+        ({"algorithm": {"preset": "ppo"}}, "algorithm.advantage"),
+        ({"algorithm": {"top_entropy_fraction": 0.5}}, "algorithm.top_entropy_fraction"),
+        ({"model": {"path": "/model", "lora": {"rank": 8, "dropout": 0.1}}}, "model.lora.dropout"),
+        (
+            {"trainer": {"backend": "megatron", "backend_options": {"release_gradients": True}}},
+            "trainer.backend_options.release_gradients",
+        ),
+        (
+            {"trainer": {"backend": "megatron", "backend_options": {"offload_parameters": True}}},
+            "trainer.backend_options.offload_parameters",
+        ),
+    ],
+)
+def test_what_needs_the_whole_batch_is_named(sections: dict[str, Any], field: str) -> None:
+    assert whole_steps(**sections).startswith(f"{field}: ")
+    trainer = {**sections.get("trainer", {}), "streaming": True}
+    assert whole_steps(**{**sections, "trainer": trainer}).startswith(f"{field}: ")
+
+
+def test_dropout_of_zero_streams() -> None:
+    assert whole_steps(model={"path": "/model", "lora": {"rank": 8, "dropout": 0.0}}) == ""

@@ -304,6 +304,7 @@ export interface JobView {
   checkpoint: string | null;
   report: string | null;
   failure: string | null;
+  whole_steps: string;
   spec: Record<string, unknown>;
   advice: Mistake[];
   status: string;
@@ -650,6 +651,7 @@ export interface TrainerConfigured {
   member: string;
   version: number;
   warnings: string[];
+  whole_steps: string;
 }
 
 /** The trainer begins to load the model or a checkpoint. */

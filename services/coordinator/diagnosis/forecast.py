@@ -18,7 +18,7 @@ from millrace.simulation.setting import (
     reduced,
 )
 from millrace.spec.job import JobSpec
-from millrace.spec.passes import needs_whole_batch
+from millrace.spec.passes import needs_whole_batch, why_not_streaming
 
 BOUNDS = (1, 2, 4, 8)
 """Values of `schedule.max_staleness` that are tried."""
@@ -97,7 +97,7 @@ class Measured:
             pause_s=self.pause_s,
             score_s=self.score_s,
             between_s=self.between_s,
-            streaming=spec.trainer.streaming and not needs_whole_batch(spec),
+            streaming=not why_not_streaming(spec),
         )
 
 

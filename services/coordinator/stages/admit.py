@@ -1,18 +1,17 @@
 """Waits for a step's worth of groups: within the staleness bound, and with a signal where the job asks for one."""
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from millrace import events
 from millrace.drops import DropReason, without_signal
 from millrace.errors import InvalidState
-from millrace.ids import PromptId, Version
+from millrace.ids import LeaseId, PromptId, Version
 from millrace.spec.schedule import Schedule
 from millrace.telemetry.spans.kinds import SpanKind
 from services.coordinator.observe.step_metrics import Fate
 from services.coordinator.stages.batch import Batch
-from services.coordinator.stages.feed import Feed
+from services.coordinator.stages.feed import Arrived, Feed, streams
 from services.coordinator.stages.issue import issue
 from services.coordinator.stages.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.spans import traced
@@ -43,9 +42,9 @@ class Gathered:
 
 @traced(SpanKind.ADMIT)
 async def admit(run: Run) -> Batch:
-    """The groups of the next step: of those that are complete, the stalest. The trainer gets parts of them meanwhile,
-    where it can. Groups that came too late are generated again; groups without signal are dropped and replaced, where
-    the job asks for it.
+    """The groups of the next step: of those that are complete, the ones that were issued first. The trainer gets parts
+    of them meanwhile, where it can. Groups that came too late are generated again; groups without signal are dropped
+    and replaced, where the job asks for it.
 
     Raises InvalidState where too many groups are rejected, Unavailable where no replica serves, Cancelled; and what the
     trainer raises for a part.
@@ -55,9 +54,11 @@ async def admit(run: Run) -> Batch:
         while True:
             ring = run.components.queue.answered.next()
             await run.heed()
+            unanswered = await _unanswered(run)
             await _look(run, gathered)
             await _check_failures(run)
-            if batch := await feed.take(await _due(run, gathered.admitted), run.spec.schedule.prompts_per_step):
+            arrived = Arrived.of(gathered.admitted.values(), unanswered, run.spec.schedule.prompts_per_step)
+            if batch := await feed.take(arrived):
                 return batch
             await _check(run, gathered)
             await issue(run)
@@ -128,19 +129,8 @@ def is_late(group: GroupSummary, version: Version, schedule: Schedule) -> bool:
     return staleness < 0 or (staleness > schedule.max_staleness and schedule.too_stale != "train")
 
 
-async def _due(run: Run, complete: Mapping[PromptId, GroupSummary]) -> Mapping[PromptId, GroupSummary]:
-    """The `complete` groups that the next step may be trained on. If the job waits for slow answers, these are
-    the ones among the step's first prompts in the order of issue, answered or not."""
-    wanted = run.spec.schedule.prompts_per_step
-    if not run.spec.schedule.wait_for_slow:
-        return complete
-    unanswered = [_place(entry) for entry in await run.prompts.unanswered(wanted)]
-    first = sorted([*unanswered, *(_place(group.entry) for group in complete.values())])[:wanted]
-    return {prompt: group for prompt, group in complete.items() if first and _place(group.entry) <= first[-1]}
-
-
-def _place(entry: str) -> tuple[int, int]:
-    """Id of an entry of a Redis stream: milliseconds and a number. Groups of an earlier release, without one, are
-    first."""
-    milliseconds, _, number = entry.partition("-")
-    return int(milliseconds or 0), int(number or 0)
+async def _unanswered(run: Run) -> list[LeaseId] | None:
+    """The first leases without a group, as many as a step has prompts; None where the step does not depend on them."""
+    schedule = run.spec.schedule
+    needed = streams(run) or schedule.wait_for_slow
+    return await run.prompts.unanswered(schedule.prompts_per_step) if needed else None

@@ -13,6 +13,7 @@ from millrace.contracts.v1 import trainer_pb2
 from millrace.errors import MillraceError, Unavailable
 from millrace.ids import Version
 from millrace.rest import JobState
+from millrace.spec.passes import why_not_streaming
 from millrace.telemetry.spans.kinds import SpanKind
 from services.coordinator.stages.checkpoint import recover
 from services.coordinator.stages.issue import issue
@@ -71,7 +72,7 @@ async def _load(run: Run) -> Version:
     trainer, job = run.components.trainer, run.job
     status = await trainer.status()
     if await holds_job(run, status):
-        run.microbatches_at_once = status.microbatches_at_once
+        await _set_streaming(run, status.microbatches_at_once)
         return Version(status.version)
     source = f"checkpoint {job.checkpoint}" if job.checkpoint else run.spec.model.path
     await run.tell(events.TrainerConfiguring(member=trainer.member.id), f"{trainer.member.id} loads {source}")
@@ -87,13 +88,25 @@ async def _load(run: Run) -> Version:
     finally:
         member.configuring = False
         run.components.fleet.bell.ring()
-    run.microbatches_at_once = answer.microbatches_at_once
+    reason = await _set_streaming(run, answer.microbatches_at_once)
+    warnings = list(answer.warnings)
+    told = [*warnings, *([f"each step waits for all of its groups ({reason})"] if reason else [])]
     await run.tell(
-        events.TrainerConfigured(member=member.id, version=answer.version, warnings=list(answer.warnings)),
+        events.TrainerConfigured(member=member.id, version=answer.version, warnings=warnings, whole_steps=reason),
         f"{member.id} holds version {answer.version}: {answer.parameters:,} parameters on {answer.world_size} ranks"
-        + "".join(f"; {warning}" for warning in answer.warnings),
+        + "".join(f"; {each}" for each in told),
     )
     return Version(answer.version)
+
+
+async def _set_streaming(run: Run, microbatches_at_once: int) -> str:
+    """Stores with the job whether the trainer gets groups as they are completed, now that it holds the job. Returns
+    why not; empty where it does."""
+    run.microbatches_at_once = microbatches_at_once
+    reason = why_not_streaming(run.spec) or ("" if microbatches_at_once else "this trainer takes no step in parts")
+    if reason != run.job.whole_steps:
+        await run.components.store.jobs.update(run.job.id, whole_steps=reason)
+    return reason
 
 
 async def holds_job(run: Run, status: trainer_pb2.TrainerStatus) -> bool:

@@ -122,6 +122,8 @@ class JobRecord:
     failure: str | None = None
     token_budget: int = 0
     """Tokens in a micro-batch since the trainer ran out of memory; 0: those of the spec."""
+    whole_steps: str = ""
+    """Why the trainer gets all groups of a step at once; empty where it does not, and before it has loaded the job."""
     warnings_json: str = "[]"
     """A list of WarningView."""
     tags_json: str = "[]"
@@ -212,4 +214,5 @@ class JobRecord:
 
     def view(self, waiting: WaitingView | None) -> JobView:
         """The job as REST shows it. `waiting`: what it waits for."""
-        return JobView(**dict(self.summary(waiting)), spec=json.loads(self.spec_json))
+        summary = dict(self.summary(waiting))
+        return JobView(**summary, whole_steps=self.whole_steps, spec=json.loads(self.spec_json))

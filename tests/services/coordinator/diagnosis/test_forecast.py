@@ -27,8 +27,9 @@ KNOWN = Measured(LENGTHS, RATE, replicas=1, slots=32, prompt_tokens=20.0, train_
                  score_s=0.05, between_s=0.2)  # fmt: skip
 
 
-def spec(max_staleness: int) -> JobSpec:
-    return job(schedule={"prompts_per_step": 8, "max_staleness": max_staleness}, rollout={"samples_per_prompt": 4})
+def spec(max_staleness: int, streaming: bool | str = False) -> JobSpec:
+    schedule = {"prompts_per_step": 8, "max_staleness": max_staleness}
+    return job(schedule=schedule, rollout={"samples_per_prompt": 4}, trainer={"streaming": streaming})
 
 
 def taken(max_staleness: int, **changes: object) -> float:
@@ -52,8 +53,8 @@ def test_another_bound_is_forecast_as_such_a_job_is() -> None:
 
 
 def test_a_job_that_streams_is_simulated_so_unless_it_needs_the_whole_batch() -> None:
-    streams = spec(0).model_copy(update={"trainer": spec(0).trainer.model_copy(update={"streaming": True})})
-    assert KNOWN.setting(streams).streaming and not KNOWN.setting(spec(0)).streaming
+    streams = spec(0, "auto")
+    assert KNOWN.setting(streams).streaming and not KNOWN.setting(spec(1, "auto")).streaming
     assert ("trainer.streaming", True) not in {
         (each.setting, each.value) for each in forecast(KNOWN, streams, taken(0, streaming=True)).others
     }

@@ -19,7 +19,7 @@ STEPS = 3
 
 async def begun(cluster: Cluster, spec: dict[str, Any]) -> tuple[SimulatedTrainer, SimulatedReplica]:
     """A trainer for which each group is a part's worth, and a replica that completes one group after another."""
-    spec["trainer"] |= {"streaming": True, "token_budget": 16}
+    spec["trainer"] |= {"token_budget": 16}
     spec["data"]["max_prompt_tokens"], spec["rollout"]["max_response_tokens"] = 4, 8
     spec["schedule"] |= {"max_staleness": 0, "steps": STEPS, "save_every_steps": 1}
     return await cluster.trainer(), await cluster.replica(tokens=8, seconds=0.15, capacity=2)
@@ -55,6 +55,7 @@ async def test_the_trainer_gets_groups_as_they_come(cluster: Cluster, spec: dict
     job_id = await cluster.submit(spec)
     await succeeded(cluster, job_id, trainer)
     assert set(trainer.every.values()) == {1} and trainer.stalest == 0
+    assert (await cluster.job(job_id)).whole_steps == ""
     rows = [row.values for row in await asyncio.to_thread(cluster.coordinator.client.metrics, job_id)]
     assert len(rows) == STEPS
     assert all(row["timing_s/gen"] + row["timing_s/train"] > 0.4 for row in rows), "four groups, one after another"
@@ -64,9 +65,14 @@ async def test_the_trainer_gets_groups_as_they_come(cluster: Cluster, spec: dict
 async def test_what_needs_the_whole_batch_waits_for_it(cluster: Cluster, spec: dict[str, Any]) -> None:
     trainer, _ = await begun(cluster, spec)
     spec["algorithm"] = {"preset": "reinforce++"}
-    job = await cluster.ended(await cluster.submit(spec))
+    job_id = await cluster.submit(spec)
+    job = await cluster.ended(job_id)
     assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
     assert set(trainer.parts.values()) == {1}
+    reason = "algorithm.advantage: reinforce_plus_plus is computed over the whole batch"
+    assert job.whole_steps == reason
+    configured = (await cluster.events(job_id, "trainer.configured"))[0]
+    assert configured.data.whole_steps == reason and reason in configured.message
 
 
 @pytest.mark.parametrize("moment", ["AddPart", "AddPartDone", "Step", "StepDone"])
