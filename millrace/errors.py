@@ -1,4 +1,4 @@
-"""Errors told to a reader: what happened, to whom, and the fix.
+"""Errors for a reader: what happened, to whom, and the fix.
 
 Every error that a user or another service may see is a `MillraceError`. On the wire it becomes a gRPC status whose
 details are `what`; over REST a problem document with the same two texts. What is wrong with a field that a user wrote

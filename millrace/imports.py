@@ -32,7 +32,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 def failures(groups: Mapping[str, Sequence[str]], *, first: str = "") -> Iterator[tuple[str, str]]:
     """The name of each group with the last line of its error, empty if all its modules can be imported, as soon as it
-    is known. `first` is a module that all groups import; if it fails, each group tells its own error."""
+    is known. `first` is a module that all groups import; if it fails, each group reports its own error."""
     command = [sys.executable, "-m", __name__, json.dumps(dict(groups)), first]
     left = dict(groups)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:

@@ -37,7 +37,7 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 """PEFT's keys that do not change what a stored adapter adds to its weights: where it comes from, which layers have one
-(the tensors tell), how first values were found, and options of options that are off."""
+(the tensors show it), how first values were found, and options of options that are off."""
 OFF: tuple[Any, ...] = (None, False, "", "none", [], {})
 """Values of all other keys."""
 MODEL_UNCHANGED = (True, False, "gaussian", "orthogonal", "eva", "mica")
@@ -227,7 +227,7 @@ class AskedAdapter:
 
         `linear` are the layers that all-linear means, `named` further ones that may have an adapter, `others` those
         that never have one, `recurrent` those of `linear` inside a recurrence, which have none either. Raises
-        InvalidJob for names that mean no layer, unless they are Megatron's (`absent` tells those), for names of
+        InvalidJob for names that mean no layer, unless they are Megatron's (`absent` lists those), for names of
         recurrent layers, and if no layer is left.
         """
         _check_none_recurrent(self.options, {end for name in recurrent for end in ends(name)})

@@ -13,7 +13,7 @@ STATE_PRODUCTS = 3
 LINEAR = "linear_attention"
 """Kind of a recurrent layer in the entry `layer_types` of a config."""
 INTERVAL = 4
-"""Every so many layers one attends if a config has neither `layer_types` nor `full_attention_interval`."""
+"""One layer in this many attends if a config has neither `layer_types` nor `full_attention_interval`."""
 
 
 def recurrence_by_layer(config: Mapping[str, Any]) -> tuple[bool, ...]:

@@ -26,7 +26,7 @@ VersionOption = Annotated[
 
 
 NEW_OBJECTS = 20_000
-"""The collector looks at new objects whenever there are so many. By default it does with 700."""
+"""Number of new objects after which the collector looks at them. By default it does with 700."""
 
 
 def collect_rarely() -> None:

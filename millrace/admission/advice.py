@@ -16,8 +16,8 @@ from millrace.spec.lora import MEGATRON_NAMES, OF_EXPERTS
 
 
 def across_hosts(spec: JobSpec, ranks: int, ranks_per_host: int) -> list[Mistake]:
-    """Fields of the job with a better value, where a trainer has so many ranks, and each host so many of them. The job
-    runs as it is."""
+    """Fields of the job that have a better value with this number of ranks, and of ranks on each host. The job runs as
+    it is."""
     hosts = Hosts(ranks, ranks_per_host)
     descriptor = BACKENDS[spec.trainer.backend]
     if not hosts.several or not descriptor.across_hosts:
@@ -37,7 +37,7 @@ def advice(spec: JobSpec) -> list[Mistake]:
 
 
 def _layers(spec: JobSpec) -> Iterator[Mistake]:
-    """Of Megatron's names those that the model has no layer for, if its architecture is known here and its folder is on
+    """Those of Megatron's names that the model has no layer for, if its architecture is known here and its folder is on
     this machine."""
     lora, folder = spec.model.lora, Path(spec.model.path)
     if lora is None or not (folder / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Whether the model of a pool can do what the job uses the pool for, as far as its folder tells."""
+"""Whether the model of a pool can do what the job uses the pool for, as far as its folder shows."""
 
 import json
 import re

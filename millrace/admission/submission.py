@@ -1,4 +1,5 @@
-"""Whether a job can run on this machine: every mistake is found before the job is accepted, and all are told at once.
+"""Whether a job can run on this machine: every mistake is found before the job is accepted, and all are reported at
+once.
 
 Paths have to be absolute. Every service opens them itself, and each would resolve a relative path in its own working
 folder. A client does not resolve them either, because the services may run on other machines. In `output`

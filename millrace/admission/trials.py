@@ -27,7 +27,7 @@ BUDGET_S = 60.0
 """Seconds for all rows of a built-in reward. What was not scored by then is not looked at."""
 LONGEST_S = 600.0
 SHOWN = 5
-"""Rows of which a mistake is told; the others are counted."""
+"""Rows whose mistakes are listed one by one; further ones are only counted."""
 
 
 class RewardTrial:

@@ -1,5 +1,6 @@
-"""Checkpoints that other programs wrote, as far as their indexes tell: torch's distributed checkpoint (DCP), and
+"""Checkpoints that other programs wrote, read by their indexes: torch's distributed checkpoint (DCP), and
 Megatron-Core's dist-checkpoint, which is one with Megatron's names.
 
-Torch-free: what is missing is told when a job is submitted. `services/trainer/checkpoints/foreign` reads the values.
+Torch-free: missing tensors are reported when a job is submitted. `services/trainer/checkpoints/foreign` reads the
+values.
 """

@@ -1,4 +1,4 @@
-"""Which checkpoint a job's model is read from, and what is wrong with it, told at submission."""
+"""Finds the checkpoint that a job's model is read from, and reports at submission what is wrong with it."""
 
 import json
 from collections.abc import Mapping
@@ -62,9 +62,9 @@ def located(index: CheckpointIndex, folder: Path) -> Mapping[str, Located]:
 
 
 def check_checkpoint(folder: Path, weights: Path | None, field: str = FIELD) -> None:
-    """Raises InvalidJob if the model in `folder` is read from a distributed checkpoint that lacks a file or a
-    tensor, or has a tensor of another shape than the config says. Where the architecture's names are not known here,
-    the trainer tells which tensor is missing."""
+    """Raises InvalidJob if the model in `folder` is read from a distributed checkpoint that lacks a file or a tensor,
+    or has a tensor of another shape than the config says. If the architecture's names are not known here, the trainer
+    reports which tensor is missing."""
     source = checkpoint_folder(folder, weights)
     if source is None:
         return

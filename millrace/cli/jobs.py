@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from millrace.spec.document import Document
 
 LISTED = 50
-"""Jobs that `millrace jobs` lists unless told otherwise."""
+"""Jobs that `millrace jobs` lists by default."""
 SpecFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec, YAML or JSON.", show_default=False)]
 
 

@@ -20,7 +20,7 @@ def add(
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Add a user, and print its first token, which is told only here."""
+    """Add a user, and print its first token, which is shown only once."""
     with connect(url) as client:
         _tell(client.add_user(name, role), as_json)
 

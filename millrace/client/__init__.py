@@ -215,7 +215,7 @@ class Client(Connection):
         return self._views(UserView, "/v1/users")
 
     def add_user(self, name: str, role: Role = Role.SUBMIT) -> NewToken:
-        """Adds a user; returns its first token, which is told only here. Raises InvalidState for a name that is
+        """Adds a user; returns its first token, which is shown only once. Raises InvalidState for a name that is
         taken."""
         return self._view(NewToken, "POST", "/v1/users", json={"name": name, "role": role})
 

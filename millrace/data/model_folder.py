@@ -1,4 +1,4 @@
-"""Whether a Hugging Face model folder can be used, as far as its files tell without being loaded."""
+"""Checks that a Hugging Face model folder can be used, by its files, without loading it."""
 
 import json
 from dataclasses import dataclass

@@ -33,7 +33,7 @@ class OpenEnv(StrictModel):
     action: dict[str, Any] = Field(default_factory=dict, examples=[{"player": 1}])
     """Other fields of every action."""
     observation_field: str | None = Field(None, min_length=1, max_length=200, examples=["text"])
-    """Field of the observation that is told to the policy; null: the whole observation, as JSON."""
+    """Field of the observation that is shown to the policy; null: the whole observation, as JSON."""
     reset: dict[str, Any] = Field(default_factory=dict, examples=[{"difficulty": 3}])
     """Parameters of every reset. A row's `extra_info.reset` is laid over them."""
 

@@ -21,7 +21,7 @@ class BadTool(TypeError):
 
 
 class BadArguments(ValueError):
-    """The policy called a tool with arguments that do not fit. The message is told to it."""
+    """The policy called a tool with arguments that do not fit. The policy gets the message."""
 
 
 def tool(function: Function) -> Function:

@@ -167,7 +167,7 @@ class Event(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _kind_in_data(cls, tree: Any) -> Any:
-        """The kind is told beside the payload too; the event logs of release 0.1 have it only there."""
+        """The kind is also given next to the payload; the event logs of release 0.1 have it only there."""
         if isinstance(tree, Mapping) and "kind" in tree and isinstance(tree.get("data", {}), Mapping):
             return {**tree, "data": {"kind": tree["kind"], **tree.get("data", {})}}
         return tree

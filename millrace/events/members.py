@@ -99,8 +99,8 @@ class MemberOut(EventData):
 
 
 class MemberDied(EventData):
-    """A member died while it worked for the job, which is charged with the death; or its next life told how it ended.
-    The message has its last words."""
+    """A member died while it worked for the job, which is charged with the death; or its next life reported how it
+    ended. The message has its last words."""
 
     kind: Literal[EventKind.MEMBER_DIED] = EventKind.MEMBER_DIED
     member: MemberId

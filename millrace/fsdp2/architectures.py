@@ -33,7 +33,7 @@ MORE_LAYERS = frozenset(
         "xmod",
     }
 )
-"""Model types whose output layer does not follow the last hidden states directly, or whose classes do not tell where
+"""Model types whose output layer does not follow the last hidden states directly, or whose classes do not say where
 they are."""
 OUTPUT_LAYERS = ("lm_head", "embed_out", "output_projection")
 """Names of output layers."""

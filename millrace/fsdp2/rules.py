@@ -1,5 +1,5 @@
-"""What of an FSDP2 job cannot run, told at submission, and what crosses hosts needlessly, told once the trainer's hosts
-are known. Torch-free."""
+"""Rules that an FSDP2 job breaks, reported at submission, and exchanges that cross hosts needlessly, reported once the
+trainer's hosts are known. Torch-free."""
 
 from collections.abc import Iterator
 from math import gcd
@@ -53,7 +53,7 @@ def _models(spec: JobSpec) -> Iterator[tuple[str, str]]:
 
 
 def _config(path: str, field: str) -> dict[str, Any]:
-    """The config of a folder's text part; empty if it cannot be read, which the check of the folder tells."""
+    """The config of a folder's text part; empty if it cannot be read, which the check of the folder reports."""
     try:
         return text_config(Path(path), field)
     except InvalidJob:

@@ -1,5 +1,5 @@
-"""Whether the ranks of a group can share micro-batches of a model (`sequence_parallel_size`), told before a rank builds
-it."""
+"""Checks whether the ranks of a group can share micro-batches of a model (`sequence_parallel_size`), before a rank
+builds it."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

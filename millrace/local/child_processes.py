@@ -6,7 +6,7 @@ Elsewhere both are left out and only an orderly stop is clean.
 
 `watchdog` is the process between the terminal and the supervisor. It does nothing but wait, so that it is still there
 when the supervisor is not: then it ends every process that the supervisor left. If the watchdog itself is killed, the
-kernel tells the supervisor, which stops the stack.
+kernel signals the supervisor, which stops the stack.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if LINUX else None
 
 
 def adopt_orphans() -> None:
-    """From now on orphaned descendants become children of this process."""
+    """Makes this process adopt orphaned descendants."""
     if _libc is not None:
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

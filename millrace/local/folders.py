@@ -54,8 +54,8 @@ def short_root() -> Path:
 
 
 def short_sockets() -> Path:
-    """From now on the sockets of multiprocessing (the fork server's too) and of vLLM lie in a short and private folder,
-    those of all processes that this one starts included; answers which. It is removed when this process exits."""
+    """Puts the sockets of multiprocessing (the fork server's too) and of vLLM into a short and private folder, also for
+    all processes that this one starts. Returns the folder. It is removed when this process exits."""
     with short_temporary_folder():
         folder = multiprocessing.util.get_temp_dir()  # made once, and told to the processes that are started
     os.environ.setdefault("VLLM_RPC_BASE_PATH", folder)

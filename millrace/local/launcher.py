@@ -46,8 +46,8 @@ def fork_from(*modules: str) -> None:
 
 
 def stand_by() -> None:
-    """A process that was started as a standby imports, and returns when it is told to take over. It ends when whoever
-    started it has ended. Any other process returns at once."""
+    """A process that was started as a standby imports, and returns when it has to take over. It ends when its parent
+    has ended. Any other process returns at once."""
     if os.environ.pop(STANDBY, ""):
         forkserver.ensure_running()
         if not sys.stdin.readline():
@@ -58,7 +58,7 @@ class Launcher:
     """The processes of one service on this host, from start to end.
 
     They live and end together: if one ends with a failure, the others are killed, and all are started anew. They are
-    started anew also if they ended in order and neither this process nor `millrace drain` has told them to.
+    started anew also if they ended in order and neither this process nor `millrace drain` has asked them to.
     """
 
     def __init__(
@@ -165,8 +165,7 @@ def _how(status: int | None) -> str:
 
 @contextlib.contextmanager
 def _file(variable: str) -> Iterator[Path]:
-    """The file by which a member tells whoever started it something: that of whoever started this process, if there is
-    one."""
+    """The file by which a member reports to its launcher: the one that this process was given, if there is one."""
     if path := os.environ.get(variable):
         yield Path(path)
         return

@@ -1,5 +1,5 @@
-"""One life of a service's processes, as whoever starts them sees it: whether they joined the fleet, how they ended, and
-how soon the next life begins."""
+"""One life of a service's processes, as their launcher sees it: whether they joined the fleet, how they ended, and how
+soon the next life begins."""
 
 import contextlib
 import json
@@ -56,7 +56,7 @@ class Restarts:
 
 
 LONGEST = 4000
-"""Characters that the next life tells."""
+"""Characters of the last output that the next life reports."""
 LINES = 12
 """Lines of the standard error that are kept."""
 TAIL_BYTES = 16_384

@@ -64,7 +64,7 @@ class ServiceLog:
         self._life_from = 0
 
     def opened(self, argv: tuple[str, ...]) -> IO[bytes]:
-        """For a new life of the service to append to; a line of its own tells it from the one before."""
+        """Opens the log for a new life of the service, which appends to it. A line marks where the new life begins."""
         file = self.to_append()
         with contextlib.suppress(OSError):  # the disk is full
             file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(argv)}\n".encode())

@@ -73,8 +73,9 @@ def asked(folder: Path) -> Asked | None:
 
 
 def scale(folder: Path, replicas: int) -> list[str]:
-    """Asks for so many replicas. Answers the names of those that the supervisor starts or drains now. Raises
-    InvalidState if no stack runs on the folder or this host has too few GPUs, Unavailable if nobody answers."""
+    """Asks the supervisor for this number of replicas. Answers the names of those that the supervisor starts or drains
+    now. Raises InvalidState if no stack runs on the folder or this host has too few GPUs, Unavailable if nobody
+    answers."""
     if not is_running(folder):
         what = f"no stack runs on the state folder {folder}."
         raise InvalidState(what, "start one with `millrace up`, or name the folder of one with --state.")

@@ -38,8 +38,8 @@ HURRY_S = 5.0
 LEAST_FREE_BYTES = 1 << 20
 """A disk with less room counts as full."""
 SILENT_S = 120.0
-"""A replica that has sent no heartbeat for so long is killed and started again. The coordinator has given it up long
-before."""
+"""A replica that has sent no heartbeat for this many seconds is killed and started again. The coordinator has given it
+up long before."""
 
 
 class Supervisor:
@@ -387,7 +387,7 @@ def supervise(
     members: Sequence[Service],
     resized: Callable[[StackOptions], Sequence[Service]] = of_this_host,
 ) -> int:
-    """The supervisor's process, one at a time on a state folder. Its failure to start is told in one line."""
+    """The supervisor's process, one at a time on a state folder. A failure to start is printed in one line."""
     new_private_folder(options.folder)
     try:
         with only_one(options.folder):

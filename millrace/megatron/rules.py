@@ -1,9 +1,9 @@
 """Configurations that cannot run, each with the arithmetic and the fix. Pure and torch-free.
 
 They are found before any rank builds a model: those of the model when the job is submitted, those of the trainer (how
-many ranks, with or without CUDA) by the trainer. Layouts of ranks that cross hosts needlessly run, and are told: the
-tensor-parallel ranks of a model exchange activations in every layer, and so do the ranks that share a sequence or the
-experts; pipeline stages and copies of the model exchange little.
+many ranks, with or without CUDA) by the trainer. Layouts of ranks that cross hosts needlessly are reported, and run:
+the tensor-parallel ranks of a model exchange activations in every layer, and so do the ranks that share a sequence or
+the experts; pipeline stages and copies of the model exchange little.
 """
 
 from collections.abc import Iterator

@@ -65,7 +65,7 @@ class _Adapted:
     of_expert: bool
 
     def parameters(self, lora: Lora, ranks: int) -> float:
-        """On one of the tensor-parallel ranks that split it."""
+        """Parameters on one of the tensor-parallel ranks that split the layer."""
         inputs: float = self.matrix[0]
         outputs: float = self.matrix[1]
         if self.name in BY_COLUMNS:

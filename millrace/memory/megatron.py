@@ -108,8 +108,8 @@ class StageMemory:
         return state + on_host if use is Use.NONE else weights + state + on_host
 
     def _optimizer(self, owned: float, *, resting: bool) -> Ledger:
-        """The optimizer of so many parameters. `resting`: between updates, when the job may have all of it in host
-        memory."""
+        """Memory of the optimizer of this number of parameters. `resting`: between updates, when the job may have all
+        of it in host memory."""
         o = self.options
         moment = 2 if o.optimizer_moments == "bfloat16" else FLOAT32
         each = (FLOAT32 if self.element == 2 else 0) + 2 * moment

@@ -24,8 +24,8 @@ def published_bytes(spec: JobSpec, shape: ModelShape) -> float:
 
 
 def sender_bytes(spec: JobSpec, shape: ModelShape) -> float:
-    """On a rank of the trainer: the messages of the rounds in flight, and if weights are merged with an adapter one
-    of them at a time. Where tensors are gathered, the largest one twice."""
+    """Buffers on a rank of the trainer: the messages of the rounds in flight, and, if weights are merged with an
+    adapter, one of them at a time. Where tensors are gathered, the largest one twice."""
     if spec.publication.path == "gather_broadcast":
         return 2.0 * 4 * shape.vocabulary * shape.hidden
     rounds = min(ROUNDS * MESSAGE_BYTES, _each_time(spec, shape))
@@ -52,8 +52,8 @@ def _each_time(spec: JobSpec, shape: ModelShape) -> float:
 
 
 def receiver_bytes(spec: JobSpec, shape: ModelShape, workers: int) -> float:
-    """On one of a replica's `workers`: a whole version in spare memory, or the messages of the rounds in flight. Whole
-    tensors come into host memory, and to the device one at a time."""
+    """Buffers on one of a replica's `workers`: a whole version in spare memory, or the messages of the rounds in
+    flight. Whole tensors come into host memory, and to the device one at a time."""
     if spec.publication.path == "gather_broadcast":
         return float(element_bytes(spec.rollout.dtype) * shape.vocabulary * shape.hidden)
     whole = _each_time(spec, shape) / workers
@@ -61,5 +61,5 @@ def receiver_bytes(spec: JobSpec, shape: ModelShape, workers: int) -> float:
 
 
 def receiver_host_bytes(spec: JobSpec, shape: ModelShape) -> float:
-    """In host memory of each of a replica's workers: every tensor whole, if tensors are gathered and broadcast."""
+    """Host memory of each of a replica's workers: every tensor whole, if tensors are gathered and broadcast."""
     return published_bytes(spec, shape) if spec.publication.path == "gather_broadcast" else 0.0
