@@ -17,7 +17,7 @@ EXPERT_PRODUCT_S = {"megatron": 50e-6, "fsdp2": 24e-6}
 """Seconds that one product of one expert takes however few tokens it has: two in a forward pass of a layer, four in a
 backward pass (30B-A3B shape, 6 to 10 layers)."""
 ADAPTER_PASSES = 5.0
-"""As ELEMENTWISE_PASSES, for the inputs and outputs of layers with an adapter (LoRA 32, 8B shape, 8 layers)."""
+"""The same as ELEMENTWISE_PASSES for the inputs and outputs of layers with an adapter (LoRA 32, 8B shape, 8 layers)."""
 LINK_SHARE = 0.68
 """Share of the published bandwidth between GPUs that messages reach: 370 GB/s of 450, and 1/1.2 of that in rounds."""
 NETWORK_SHARE = 0.8

@@ -48,7 +48,8 @@ def alone(replica: Replica, work: Workload, replicas: int) -> Generation:
 
 
 def quantiles(lengths: Sequence[float], count: int) -> list[float]:
-    """So many of the ascending lengths, the last one among them: every step has the longest response somewhere."""
+    """Picks this many of the ascending lengths, always with the last one: every step has the longest response
+    somewhere."""
     if count >= len(lengths):
         return [lengths[i * len(lengths) // count] for i in range(count)]
     if count == 1:

@@ -72,7 +72,7 @@ class Replica:
         return device + constants.STEP_S + constants.REQUEST_S * running + sampling
 
     def prefill(self, tokens: float) -> float:
-        """Seconds to read so many tokens of prompts."""
+        """Seconds to read this many tokens of prompts."""
         products = 2 * self._active * tokens / self.workers
         sums = self._sums(tokens) - self._sums(0.0)
         return products / (constants.LAYER_SHARE * self.gpu.product_rate) + sums

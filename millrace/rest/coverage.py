@@ -1,4 +1,4 @@
-"""How much of the held-out data a score comes from. Whoever shows a held-out score shows this beside it."""
+"""How much of the held-out data a score comes from. Every place that shows a held-out score shows this next to it."""
 
 from pydantic import BaseModel, Field
 

@@ -14,9 +14,9 @@ class Role(StrEnum):
     """What a token allows. Each role allows what those before it allow."""
 
     READ = "read"
-    """To look at one's own jobs and at the fleet."""
+    """May look at their own jobs and at the fleet."""
     SUBMIT = "submit"
-    """To submit jobs, and to change one's own."""
+    """May submit jobs, and change their own."""
     ADMIN = "admin"
     """Everything: the jobs of all, the fleet, users, the audit log."""
 
@@ -26,7 +26,7 @@ class Role(StrEnum):
 
 
 class TokenView(BaseModel):
-    """A token of a user. The token itself is told once, when it is made."""
+    """A token of a user. The token itself is shown once, when it is made."""
 
     id: str = Field(description="Names the token, in the audit log too.")
     role: Role

@@ -97,7 +97,7 @@ def functions(tree: ast.Module) -> list[str]:
 
 
 def definition(path: Path, function: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """The definition of `function` in `path`; None if only running the file can tell it: after an assignment, an import
+    """The definition of `function` in `path`; None if only running the file can find it: after an assignment, an import
     or a decorator that may change the signature. Raises FunctionNotFound."""
     found = bound_to(path, function)
     if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) and not found.decorator_list:

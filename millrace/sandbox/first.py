@@ -17,11 +17,11 @@ from millrace.sandbox.syscalls import forbid_user_namespaces
 from millrace.sandbox.view import View
 
 Work = Callable[[Sequence[Missing]], None]
-"""The code to run inside. It is told which boundaries are missing."""
+"""The code to run inside. It gets the list of missing boundaries."""
 LOOK_S = 0.05
 """Shortest time between two counts."""
 SHARE_OF_TIME = 50
-"""Between two counts passes at least so many times the time that a count takes."""
+"""Least time between two counts, in multiples of the time that a count takes."""
 FIRST_COPY = 64
 """Copies of descriptors get numbers from here on."""
 BUG = 70
@@ -61,7 +61,8 @@ class Given:
 
 
 def run(wanted: Wanted, given: Given, control: int, output: int, work: Work) -> NoReturn:
-    """Runs `work` with its standard output and error in `output`, and tells how it ended over the socket `control`."""
+    """Runs `work` with its standard output and error in `output`, and reports how it ended over the socket
+    `control`."""
     try:
         syscalls.end_with_parent(signal.SIGKILL)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,4 @@
-"""Starts a sandbox, and ends it as a whole: when its code ends, when it is told to, when the one who wanted it is gone.
+"""Starts a sandbox, and ends it as a whole: when its code ends, when it is asked to, or when its owner is gone.
 
 Three processes: this one, which runs nothing of the user's; the first process of the sandbox, pid 1 of its PID
 namespace, with whose end the kernel kills everything inside; and the one that runs the code.
@@ -20,7 +20,7 @@ LONGEST_OUTPUT = 16 << 20
 """Bytes that the code may print in its life. Further ones are left out: a log has no other bound."""
 LAST_OUTPUT = 1 << 20
 """Bytes of output that are read after the code has ended, whose children may hold the pipe without a PID namespace, or
-after the sandbox is told to end, while the code still prints."""
+after the sandbox was asked to end, while the code still prints."""
 LEFT_OUT = b"\n[the rest of the output of this scoring process is left out]\n"
 END_S = 5.0
 """How long descendants without a PID namespace are killed again."""
@@ -29,8 +29,8 @@ END_S = 5.0
 def confine(wanted: first.Wanted, parent: int, control: int, work: first.Work) -> NoReturn:
     """Runs `work` in a sandbox, whose standard error is passed on to this process's, and ends this process after it.
 
-    `control` is a socket to the process `parent`, which started this one: it is told the Verdict there, and ends the
-    sandbox by closing its end. Standard input and output are the code's. Call it before the first thread starts.
+    `control` is a socket to the process `parent`, which started this one: the parent reads the Verdict there, and ends
+    the sandbox by closing its end. Standard input and output are the code's. Call it before the first thread starts.
     """
     if sys.platform != "linux":
         work([Missing(boundary, f"{sys.platform} has none") for boundary in Boundary])
@@ -133,7 +133,7 @@ def _reap() -> None:
 
 
 def verdict(channel: socket.socket) -> Verdict | None:
-    """What the first process told over the other end of `control`; None if it was killed before."""
+    """What the first process sent over the other end of `control`; None if it was killed before."""
     try:
         data = channel.recv(1 << 12, socket.MSG_DONTWAIT)
     except OSError:

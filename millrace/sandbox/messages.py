@@ -1,4 +1,4 @@
-"""What a process and its sandbox tell each other: messages over a pipe, and how the sandbox ended (`Verdict`).
+"""What a process and its sandbox send each other: messages over a pipe, and how the sandbox ended (`Verdict`).
 
 A message is JSON after its length, read without a buffer, so that several processes may read one after the other from
 the same pipe.

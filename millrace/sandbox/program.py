@@ -4,8 +4,8 @@
         ended = sandbox.run(Program("print(input())", input="3"), timeout_s=5.0)
 
 A sandbox may be made inside another one, if it needs a user namespace. It always has every boundary; a machine that
-does not give one raises Uncontained. What a program does to itself, its limits or its sandbox is told by `Ended` and
-never raises.
+does not give one raises Uncontained. What a program does to itself, its limits or its sandbox is reported by `Ended`
+and never raises.
 """
 
 import atexit

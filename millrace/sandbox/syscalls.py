@@ -141,7 +141,7 @@ def stay_inspectable() -> None:
 
 
 def gain_no_privileges() -> None:
-    """From now on no program that is executed has more rights than this process."""
+    """Sets no_new_privs: no program that is executed later has more rights than this process."""
     _done("prctl", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
 
 

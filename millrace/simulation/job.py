@@ -81,11 +81,11 @@ class Simulation:
         self._counts = Counts()
 
     def run(self, steps: int) -> list[Step]:
-        """Simulates until so many steps are published. Raises InvalidState."""
+        """Simulates until this number of steps is published. Raises InvalidState."""
         return self._run(lambda: len(self.steps) >= steps)
 
     def run_until(self, time_s: float) -> list[Step]:
-        """Simulates so many seconds. Raises InvalidState."""
+        """Simulates this number of seconds. Raises InvalidState."""
         return self._run(lambda: self.now >= time_s)
 
     def _run(self, done: Callable[[], bool]) -> list[Step]:
@@ -163,7 +163,7 @@ class Simulation:
         self._issue()
 
     def _staleness(self, group: Group) -> float:
-        """That of its stalest answer."""
+        """The staleness of its stalest answer."""
         return max(answer.staleness(self.version, self.setting.staleness_of) for answer in group.answers)
 
     def _lease(self) -> None:

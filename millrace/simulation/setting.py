@@ -24,7 +24,7 @@ class EngineRate(Protocol):
         ...
 
     def prefill(self, tokens: float) -> float:
-        """Seconds to read so many given tokens."""
+        """Seconds to read this number of given tokens."""
         ...
 
 
@@ -192,8 +192,8 @@ class Setting:
 
 
 def reduced(setting: Setting, most_answers: int) -> Setting:
-    """A job whose steps take about as long and have at most about so many answers: it has fewer replicas, or answers
-    each of which stands for several."""
+    """A job whose steps take about as long and have at most about `most_answers` answers: it has fewer replicas, or
+    answers each of which stands for several."""
     times = setting.prompts * setting.samples / most_answers
     if times <= 1:
         return setting

@@ -86,9 +86,9 @@ class Algorithm(StrictModel):
     """Share of the step's tokens, those of the highest entropy, whose policy loss counts; that of the others is 0
     (arXiv 2506.01939, which uses 0.2). 1: all tokens."""
     off_policy_limit: float | None = Field(None, gt=0.0, le=100.0)
-    """Tokens with a negative advantage have no policy loss in answers whose mean log-probability by the engine is more
-    than so many nats a token above that by the policy (DeepSeek-V3.2, arXiv 2512.02556); null: no limit. Needs values
-    of rollout.top_p and top_k that keep every token."""
+    """Tokens with a negative advantage have no policy loss in answers whose mean log-probability by the engine exceeds
+    that by the policy by more than this number of nats a token (DeepSeek-V3.2, arXiv 2512.02556); null: no limit. Needs
+    values of rollout.top_p and top_k that keep every token."""
     aggregation: str = "token-mean"
     """How the losses of all tokens become one number."""
     critic: Critic | None = Field(None, examples=[{"clip": 0.5}])

@@ -61,8 +61,8 @@ class Environment(StrictModel):
     """Seconds of an episode, with its generation. One that takes longer is run again once; then its group is
     dropped."""
     call_s: float = Field(30.0, ge=limits.SHORTEST_S, le=limits.LONGEST_S)
-    """Seconds of one call of the class or of a tool. An `async` call that takes longer is cancelled: the policy is told
-    of a tool, and by any other call the episode fails. A plain call is killed with its process."""
+    """Seconds of one call of the class or of a tool. An `async` call that takes longer is cancelled: a tool's call
+    answers the policy with an error, and any other call fails the episode. A plain call is killed with its process."""
     processes: int = Field(8, ge=1, le=1024)
     """Processes of a class in each replica; sessions of a replica with an OpenEnv server."""
     episodes_per_process: int | None = Field(None, ge=1, le=1024, examples=[32])

@@ -63,7 +63,7 @@ class JobSpec(StrictModel):
     webhooks: list[Webhook] = Field(
         default_factory=list, max_length=8, examples=[[{"url": "https://hooks.example.com/millrace"}]]
     )
-    """Who is told that the job ended, failed or stands still."""
+    """Addresses that get a message when the job ends, fails or stands still."""
 
     @model_validator(mode="before")
     @classmethod

@@ -35,8 +35,8 @@ class Lora(StrictModel):
     target_modules: Literal["all-linear"] | list[ModuleName] = Field("all-linear", examples=[["q_proj", "v_proj"]])
     """Names of the layers that get an adapter, or the ends of their names; Megatron's names of fused layers, such as
     linear_qkv, mean the layers in them, and with the megatron backend linear_fc1 and linear_fc2 those of routed experts
-    too. One of Megatron's names that this model has no layer for is told and passed over. all-linear:
-    every linear layer except the model's head and the routers of experts."""
+    too. One of Megatron's names that this model has no layer for is reported and skipped. all-linear: every linear
+    layer except the model's head and the routers of experts."""
     exclude_modules: list[ModuleName] = Field(default_factory=list, examples=[["down_proj"]])
     """Layers among them that get none."""
     init: Literal["kaiming", "gaussian", "xavier"] = "kaiming"

@@ -18,8 +18,9 @@ class Rollout(StrictModel):
     samples_per_prompt: int = Field(8, ge=1, le=limits.MOST_SAMPLES)
     """Answers to each prompt: the size of a group."""
     min_samples: int | None = Field(None, ge=1, le=limits.MOST_SAMPLES)
-    """Answers or episodes with which a group is complete: as soon as so many have ended, the others are cancelled.
-    Failed episodes are left out as long as so many remain. It favours what ends early. null: samples_per_prompt."""
+    """Answers or episodes with which a group is complete: as soon as this number has ended, the others are cancelled.
+    Failed episodes are left out as long as this number remains. It favours what ends early. null:
+    samples_per_prompt."""
     max_response_tokens: int = Field(1024, ge=1, le=limits.MOST_TOKENS)
     """Longest answer, in tokens. A longer one is cut. With an environment or an agent: all tokens of a
     trajectory after its prompt, sampled and given."""

@@ -1,4 +1,4 @@
-"""Rules between fields, each told with the arithmetic and the fix. Pure: looks at no file and no service.
+"""Rules between fields. Each mistake comes with the arithmetic and the fix. Pure: looks at no file and no service.
 
 What needs the machine (does the folder exist, does the reward function import) is checked at submission by
 `millrace.admission.submission`.

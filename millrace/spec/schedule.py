@@ -42,7 +42,7 @@ class Schedule(StrictModel):
     """Groups that are trained in one step; a group is all answers to one prompt."""
     max_staleness: int = Field(1, ge=0, le=1000)
     """How many versions a trajectory may be behind the trainer, as `staleness_of` counts; 0: strictly on-policy.
-    Prompts of so many steps, and of one more, are in flight at the same time."""
+    Prompts of this number of steps, and of one more, are in flight at the same time."""
     staleness_of: StalenessOf = "oldest"
     """What is bounded of a trajectory. oldest: how far its oldest token is behind. mean: how far its tokens are behind
     on average. versions: how many versions after its first one have sampled tokens of it, whatever their age."""
@@ -139,7 +139,7 @@ class Webhook(StrictModel):
     when: list[WebhookReason] = Field(
         default_factory=lambda: list(get_args(WebhookReason)), min_length=1, examples=[["failed", "stalled"]]
     )
-    """What is told: how the job ended, and that it has trained no step for `stalled_s`."""
+    """What messages are sent about: how the job ended, and that it has trained no step for `stalled_s`."""
     stalled_s: Seconds = 3600.0
     """Seconds without a step, in which the job was not paused, after which it counts as stalled. Told once a step."""
 

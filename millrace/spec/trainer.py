@@ -49,7 +49,7 @@ class CriticRun(StrictModel):
     """Tokens in one of its micro-batches on one rank. It has no logits, so it may be larger. null:
     `trainer.token_budget`."""
     activation_recompute: bool | None = None
-    """As `trainer.activation_recompute`; null: its value."""
+    """The same as `trainer.activation_recompute`; null: its value."""
     backend_options: dict[str, Any] = Field(default_factory=dict, examples=[{"offload_activations": True}])
     """Options of the backend that have another value for it; null: the backend's default. The others are those of
     `trainer.backend_options`."""

@@ -67,7 +67,7 @@ class LossyStream:
 
 
 def take_over_standard_streams() -> None:
-    """From now on what this process prints cannot make it fail, whoever prints: a library's progress bar too."""
+    """Makes sure that printing cannot make this process fail, a library's progress bar included."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, LossyStream):

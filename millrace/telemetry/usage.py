@@ -31,7 +31,7 @@ EVERY_S = 5.0
 
 @dataclass(frozen=True)
 class GpuReading:
-    """One GPU at one time. What it does not tell is None."""
+    """One GPU at one time. A figure that it does not report is None."""
 
     gpu: str
     """Number of the GPU on its host, as `nvidia-smi` counts."""

@@ -108,7 +108,7 @@ def _explained(error: ErrorDetails, model: type[BaseModel] | None, above: str) -
 
 
 MOST_INSIDE = 20
-"""Mistakes that are told of one unknown section."""
+"""Mistakes that are listed for one unknown section."""
 
 
 def _known_inside(location: Location, value: Any) -> Iterator[Location]:

@@ -40,8 +40,8 @@ def parsed(url: str, field: str, shown: str) -> SplitResult:
 
 
 def check_of_job(url: str, field: str, shown: str) -> SplitResult:
-    """As `parsed`, of a URL that a job names: by https, and not by an internal address. Names are not looked up, which
-    `resolved` does. Raises InvalidJob."""
+    """Parses a URL that a job names as `parsed` does. It has to be https, and not lead to an internal address. Names
+    are not looked up, which `resolved` does. Raises InvalidJob."""
     parts = parsed(url, field, shown)
     host = str(parts.hostname).rstrip(".")
     if _allowed(host, None):

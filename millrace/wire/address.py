@@ -72,14 +72,15 @@ def host_name() -> str:
 
 
 def bind_address(host: str) -> str:
-    """Where a member listens that others reach at `host`: the loopback for members of one host, else all addresses."""
+    """The address at which a member listens that others reach at `host`: the loopback for members of one host, else all
+    addresses."""
     return host if is_loopback(host) else EVERYWHERE
 
 
 def require_protection(*hosts: str, insecure: bool) -> None:
     """Refuses to serve other hosts without a token, as a job names code that is run, and without TLS unless
-    MILLRACE_PLAINTEXT=1 says that the network is trusted. `hosts`: where the service listens. `insecure`: whoever
-    starts the service wants neither. Raises InvalidState, also for files of TLS that cannot be used."""
+    MILLRACE_PLAINTEXT=1 says that the network is trusted. `hosts`: where the service listens. `insecure`: the operator
+    wants neither. Raises InvalidState, also for files of TLS that cannot be used."""
     encrypted = identity() is not None or os.environ.get("MILLRACE_PLAINTEXT", "") in ("1", "true")
     exposed = [host for host in dict.fromkeys(hosts) if not is_loopback(host)]
     if not exposed or (token() and encrypted):

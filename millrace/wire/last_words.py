@@ -1,7 +1,8 @@
-"""What a process tells its next life: whoever starts it keeps how it ended (`millrace/local/lives.py`).
+"""What a process leaves for its next life. Its launcher keeps how it ended (`millrace/local/lives.py`).
 
 The processes of one service share a folder with their launcher. A process that a signal ends writes Python's stack
-there. The next life tells the coordinator when it registers, so the job whose work ended the process is told why.
+there. The next life reports it to the coordinator when it registers, so that the job whose work ended the process can
+say why.
 """
 
 import faulthandler

@@ -20,11 +20,11 @@ from millrace.wire.channel import Peer
 
 log = structlog.get_logger(__name__)
 DRAINED_FILE = "MILLRACE_DRAINED_FILE"
-"""Environment variable with the path of a file that a member makes when somebody drains it. Whoever started the member
-learns from it, when the member has ended, that it is not to be started again."""
+"""Environment variable with the path of a file that a member makes when somebody drains it. The launcher reads it when
+the member has ended, and does not start it again."""
 LIFE_FILE = "MILLRACE_LIFE_FILE"
 """Environment variable with the path of a file that a member touches before each message to the coordinator, with
-`time.monotonic()` as its time. Whoever started the member learns from it that the member stands still."""
+`time.monotonic()` as its time. The launcher sees by its age that the member stands still."""
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 1.0
 
@@ -129,7 +129,7 @@ class Membership:
 
 
 def note_drained() -> None:
-    """Tells whoever started this process that it is not to be started again."""
+    """Leaves a mark for the launcher not to start this process again."""
     if path := os.environ.get(DRAINED_FILE):
         Path(path).touch()
 

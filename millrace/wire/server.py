@@ -18,8 +18,8 @@ LARGEST_GROUP_BYTES = 512 << 20
 """Largest message with a group that the coordinator takes; Redis takes no larger value. 16 answers of 32,768 tokens
 with the routing of Qwen3-30B-A3B are 220 MB."""
 LARGEST_MESSAGE_BYTES = 256 << 20
-"""Largest message that a server takes unless it is told otherwise. The largest legitimate ones hold the layouts of all
-ranks; gRPC refuses a larger one by its length, before it is read."""
+"""Largest message that a server takes by default. The largest legitimate ones hold the layouts of all ranks; gRPC
+refuses a larger one by its length, before it is read."""
 LIMITS = [
     ("grpc.so_reuseport", 0),
     ("grpc.max_concurrent_streams", 256),  # of one connection; its further calls wait at the caller

@@ -60,7 +60,7 @@ class Layout:
 
 
 def layout_of(spec: JobSpec, shape: ModelShape, gpus: int) -> Layout:
-    """The layout of a job's trainer on so many GPUs. Raises InvalidJob for options that are not valid."""
+    """The layout of a job's trainer on this number of GPUs. Raises InvalidJob for options that are not valid."""
     if spec.trainer.backend == "megatron":
         return _megatron(spec, shape, gpus)
     options = fsdp2.parse(spec.trainer.backend_options)

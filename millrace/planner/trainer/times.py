@@ -66,7 +66,7 @@ class Trainer:
         return Links(self.gpu)
 
     def micro_batches(self, tokens: float) -> tuple[int, LayerTimes]:
-        """Micro-batches of a data-parallel rank that so many tokens of the whole step give, and the times of one."""
+        """Micro-batches of a data-parallel rank for this many tokens of the whole step, and the times of one."""
         each = tokens / self.layout.data
         count = max(1, math.ceil(each / self.token_budget - 1e-9))
         batch = MicroBatch(each / count, self.work.mean_pair_length)

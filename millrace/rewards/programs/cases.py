@@ -65,7 +65,7 @@ text = json.dumps(returned, default=plain).encode()
 while text:
     text = text[os.write(3, text):]
 """
-"""A function of the answer is called. Its result is told; what is expected is not known here."""
+"""A function of the answer is called. Its result is reported; the expected result is not known here."""
 
 STATEMENTS = f"""{_MODULE}
 told = json.load(sys.stdin)

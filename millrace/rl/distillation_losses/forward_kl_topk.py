@@ -6,7 +6,7 @@ On the policy's own samples, as in generalised knowledge distillation (arXiv 230
 from torch import Tensor
 
 SMALLEST_REST = 1e-6
-"""Probabilities of the remaining tokens below this are not told apart: they are differences of numbers near 1."""
+"""Probabilities of the remaining tokens below this are not distinguished: they are differences of numbers near 1."""
 
 
 def forward_kl_topk(

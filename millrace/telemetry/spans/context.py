@@ -1,4 +1,4 @@
-"""The trace, the parent and the job of a span. Services tell each other as W3C trace context and baggage."""
+"""The trace, the parent and the job of a span. Services pass them on as W3C trace context and baggage."""
 
 import hashlib
 import random

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 LARGEST_LAYOUT_BYTES = 1 << 29
-"""Of the layout of one rank, uncompressed: four million boxes of matrices have 168 MB."""
+"""Bytes of the layout of one rank, uncompressed: four million boxes of matrices have 168 MB."""
 
 ROWS = 1 << 14
 """Boxes that are encoded at a time: few enough for a processor's cache."""

@@ -15,7 +15,7 @@ from millrace.weights.plans.boxes import Ints, sums
 from millrace.weights.plans.wanted_pieces import WantedPieces
 
 UNKNOWN = ""
-"""A rank that did not tell its host: it is taken to lie on a host of no other rank."""
+"""A rank whose host is not known. It counts as the only rank of its host."""
 TURNS = 64
 """Shares of hosts are rounded to 1/TURNS."""
 

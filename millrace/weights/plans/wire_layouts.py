@@ -28,7 +28,7 @@ def encode(ranks: Sequence[Boxes], hosts: Sequence[str] = ()) -> weights_pb2.Lay
 
 
 def hosts_of(layouts: weights_pb2.Layouts) -> list[str]:
-    """The name of each rank's host; unknown for all of a member that did not tell it for each of its ranks."""
+    """The name of each rank's host; unknown for all ranks of a member that did not name the host of each."""
     ranks = len(layouts.of_rank)
     return [*layouts.host_of_rank] if len(layouts.host_of_rank) == ranks else [UNKNOWN] * ranks
 

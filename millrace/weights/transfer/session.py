@@ -79,7 +79,7 @@ class PublicationSession:
                 self._failure_signal = None
 
     def _failure_of(self, error: Exception, rank: int, publication: str) -> PublicationFailed | OutOfMemory:
-        """Ends the session for `error`, and tells the other ranks unless they know; what `run` raises."""
+        """Ends the session for `error`, and signals the other ranks unless they know. Returns what `run` raises."""
         failed = error if isinstance(error, PublicationFailed | OutOfMemory) else None
         if not isinstance(error, PublicationFailed | OutOfMemory | RuntimeError | ValueError):
             log.error("a transfer ended with an error that nobody expects", exc_info=error)

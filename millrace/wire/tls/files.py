@@ -104,7 +104,7 @@ class Settings:
 
 class Use(Enum):
     """What a context of Python's ssl is for. Servers of HTTP look up the certificate of each request themselves: a
-    handshake that a list of revoked certificates ends would not tell the caller why."""
+    handshake that a list of revoked certificates ends would not show the caller why."""
 
     CLIENT = auto()
     MEMBERS = auto()

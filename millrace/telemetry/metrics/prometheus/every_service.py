@@ -43,7 +43,7 @@ PROCESS_MOST_FILES = PrometheusMetric(
 
 
 def describe_process(registry: CollectorRegistry, service: Owner) -> None:
-    """From now on `registry` tells the build of `service`, and the memory, CPU time and files of this process."""
+    """Adds the build of `service`, and the memory, CPU time and files of this process, to `registry`."""
     labels = {"service": service, "release": millrace.__version__, "python": platform.python_version()}
     BUILD_INFO.on(registry).labels(**labels).set(1)
     ProcessCollector(registry=registry)

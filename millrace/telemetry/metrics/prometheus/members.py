@@ -1,7 +1,7 @@
 """Prometheus metrics of trainer and replicas: each member's own part in publications, and the GPUs that it uses.
 
 GPUs are measured by NVML if the package `nvidia-ml-py` is installed, which the engines' GPU builds bring. A replica
-tells of the GPUs that it may use on its own host, the trainer of the GPU of each rank.
+reports the GPUs that it may use on its own host, the trainer the GPU of each rank.
 """
 
 from collections.abc import Iterable
@@ -90,7 +90,7 @@ def describe_member(
 
 
 def describe_gpus(registry: CollectorRegistry, readings: Iterable[tuple[str, GpuReading]]) -> None:
-    """Sets what GPUs do: readings with the host of each. What a GPU does not tell has no series."""
+    """Sets what GPUs do: readings with the host of each. A figure that a GPU does not report has no series."""
     every = (GPU_BUSY, GPU_MEMORY_USED, GPU_MEMORY_SIZE, GPU_POWER, GPU_TEMPERATURE)
     for metric in every:
         metric.on(registry).clear()

@@ -10,7 +10,7 @@ TRAINER, GIBIBYTES = Owner.TRAINER, Unit.GIBIBYTES
 
 REST, OFFLOADED, PEAK = "rest", "offloaded", "peak"
 PREDICTED = "predicted"
-"""In the middle of the keys of what was predicted for a phase."""
+"""Middle part of the keys of predictions for a phase."""
 
 MEMORY = (
     StepMetric(

@@ -13,15 +13,15 @@ from millrace.weights.transfer.delta.codec import HEADER_BYTES, Coding, Header, 
 from millrace.weights.transfer.device_stream import DeviceStream, Stopwatch
 
 FEW = 50
-"""Where fewer than one word in so many bytes changed, these are copied by themselves."""
+"""If fewer than one word in this many bytes changed, the changed words are copied alone."""
 
 
 class Snapshot:
     """The bytes of every message that one rank packs, by content of the plan.
 
-    What always holds: while `publication` names a publication, the bytes are those that every receiver of it has put
-    in place, or will not serve. The name is taken away before the first byte changes, and given again by whoever knows
-    that a publication sent everything.
+    What always holds: while `publication` names a publication, the bytes are those that every receiver of it has put in
+    place, or will not serve. The name is taken away before the first byte changes, and given again once a publication
+    is known to have sent everything.
     """
 
     def __init__(self, plan_hash: bytes, sizes: Mapping[int, int], device: torch.device) -> None:
