@@ -63,7 +63,7 @@ class Settings:
     autoscale: tuple[Scaler, Scaling] | None = None
     """What starts and stops the replicas of `rollout`, and by what rules; None: they are not scaled."""
     webhook: Hook | None = None
-    """Is told of every job; None: only webhooks of jobs are."""
+    """Webhook that gets messages about every job; None: only the webhooks of jobs get some."""
 
 
 class Coordinator:

@@ -125,16 +125,17 @@ class Webhooks:
         self._components, self._views, self._own = components, views, own
         self._store = components.store
         self._sending: dict[asyncio.Task[None], float] = {}
-        """Messages that are being delivered, and the Unix time of the end of job that they tell; ∞ for others."""
+        """Messages that are being delivered. The value is the Unix time at which the job ended that the message is
+        about; ∞ for others."""
         self._until: float | None = None
         """Ends until this Unix time were looked at."""
         self._saved = 0.0
         self._steps: dict[JobId, tuple[int, float]] = {}
-        """By job that runs: its step, and the steady time at which that was first seen."""
+        """Step of each running job, and the monotonic time at which that step was first seen."""
         self._looked_at = 0.0
 
     async def run(self) -> None:
-        """Looks for what is to be told, and has it sent."""
+        """Looks for news of jobs, and starts to send the messages about them."""
         try:
             while True:
                 try:

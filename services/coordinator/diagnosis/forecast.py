@@ -26,7 +26,7 @@ MOST_ANSWERS = 512
 """Answers of a step that are simulated."""
 STEPS = 12
 LEAST_GAIN = 0.03
-"""A setting that saves a smaller share of a step than the one before it is not told."""
+"""Share of a step that a setting has to save, beyond a smaller one that is reported."""
 LARGEST_ERROR = 0.25
 """Nothing is forecast if the job's own setting, simulated, is farther from what was measured."""
 

@@ -58,15 +58,15 @@ class Fleet:
         self._on_last_words: list[LastWords] = []
 
     def on_gone(self, call: Gone) -> None:
-        """From now on `call(member, why)` runs after a member was lost, has left, or was cut."""
+        """Registers `call(member, why)`, which runs after a member was lost, has left, or was cut."""
         self._on_gone.append(call)
 
     def on_last_words(self, call: LastWords) -> None:
-        """From now on `call(member_id, words)` runs when the next life of a process that died tells how it ended."""
+        """Registers `call(member_id, words)`, which runs when the next life of a dead process reports how it ended."""
         self._on_last_words.append(call)
 
     def on_drain(self, call: Callable[[Member], None]) -> None:
-        """From now on `call(member)` runs as soon as a member drains."""
+        """Registers `call(member)`, which runs as soon as a member drains."""
         self._on_drain.append(call)
 
     async def load(self) -> None:
@@ -114,7 +114,8 @@ class Fleet:
         return self.epoch
 
     async def _hear(self, previous: fleet_pb2.PreviousLife) -> None:
-        """How a member's process ended, told by its next life, which may come before its silence was noticed."""
+        """Records how a member's process ended, as its next life reports. The report may come before the silence was
+        noticed."""
         member_id = MemberId(previous.member_id)
         words = "\n".join(part for part in (previous.ended, previous.last_words) if part)[:LONGEST_WORDS]
         if (member := self._members.get(member_id)) is not None:
@@ -151,7 +152,7 @@ class Fleet:
         return member
 
     async def leave(self, member_id: str, reason: str, *, failed: bool = False) -> None:
-        """The member is gone: told to, or because something in it `failed`."""
+        """Removes a member that left because it was asked to, or because something in it `failed`."""
         if member := self._members.get(MemberId(member_id)):
             member.left = not failed
             member.last_words = reason if failed else ""

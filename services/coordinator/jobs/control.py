@@ -106,7 +106,7 @@ class Control:
 
     async def submit(self, tree: Any, idempotency_key: str, user: str = "") -> tuple[JobRecord, bool]:
         """Checks a job spec, given as plain mappings, and queues the job, which belongs to `user`. Returns the job, and
-        whether it is new: an `idempotency_key` that this user has used before returns the job of then.
+        whether it is new: an `idempotency_key` that this user has used before returns the earlier job.
 
         An `output` folder belongs to one job, so that no job replaces the checkpoints of another.
 

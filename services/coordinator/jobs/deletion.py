@@ -29,9 +29,9 @@ class Retention:
     """What is kept of jobs that have ended."""
 
     jobs: int
-    """So many of those that ended last."""
+    """Number of jobs that are kept, those that ended last."""
     days: float = 0.0
-    """Those that ended within so many days; 0: however long ago."""
+    """Days for which a job is kept after its end; 0: without limit."""
     delete_checkpoints: bool = False
     """Whether the checkpoints of a job are deleted with it."""
 

@@ -33,7 +33,7 @@ from services.coordinator.store import StoreDown, Superseded
 
 log = structlog.get_logger(__name__)
 WORDS_S = 5.0
-"""How long the next life of a lost trainer is waited for, to tell how the one before ended."""
+"""Seconds to wait for the next life of a lost trainer, which reports how the one before ended."""
 LOOK_EVERY_S = 5.0
 
 

@@ -1,4 +1,4 @@
-"""What jobs wait for, told in their views and in the event log of the job whose turn it is."""
+"""What jobs wait for, as their views show it and the event log of the job whose turn it is."""
 
 import asyncio
 from dataclasses import replace

@@ -24,7 +24,7 @@ class Events:
         self._bells: defaultdict[JobId, Bell] = defaultdict(Bell)
 
     async def add(self, job_id: JobId, data: Payload, message: str) -> None:
-        """Adds an event: `data` is its kind and payload, `message` tells it to people."""
+        """Adds an event: `data` is its kind and payload, `message` is for people."""
         log.info(message, kind=data.kind, job=job_id)
         await self._store.records(job_id).add_event(data, message)
         self._on_event(job_id, data.kind)

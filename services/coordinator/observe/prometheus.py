@@ -28,7 +28,7 @@ from services.coordinator.state.job import ACTIVE, JobRecord
 from services.coordinator.store import Store
 
 DISK_S = 2.0
-"""How long a file system may take to tell its free space. One that does not answer holds up no page."""
+"""Seconds that a file system has to report its free space. One that does not answer delays no page."""
 GAUGES = (
     *(names.JOB_STEP_TIME, names.JOB_CHECKPOINT_TIME, names.JOB_NOT_FINITE, names.JOB_MISMATCH_KL),
     *(names.DISK_FREE, names.DISK_SIZE),
@@ -75,7 +75,7 @@ class JobHealth:
         gauge.on(self._registry).labels(job_id=job.id).set(value)
 
     async def _disk(self, folder: str) -> tuple[int, int] | None:
-        """Free bytes and size of the file system of `folder`; None if it does not tell."""
+        """Free bytes and size of the file system of `folder`; None if it does not answer."""
         if not folder:
             return None
         if folder not in self._asking:

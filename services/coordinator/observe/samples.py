@@ -34,7 +34,7 @@ async def samples_in(
     trained: Mapping[str, trainer_pb2.TrainedGroup] = MappingProxyType({}),
 ) -> list[SampleView]:
     """Samples of `step`, from those of the `wanted` groups that the store still holds. Their tokens are kept too, with
-    what the trainer told of them: `trained`, by prompt. What does not fit its group is left out."""
+    what the trainer reported of them: `trained`, by prompt. What does not fit its group is left out."""
     found: list[SampleView] = []
     for prompt in wanted:
         if (data := await prompts.group(prompt)) is not None:
@@ -50,7 +50,7 @@ def samples_of(
     group: common_pb2.Group, step: int, record: str = "", trained: trainer_pb2.TrainedGroup | None = None
 ) -> list[SampleView]:
     """One sample for each trajectory of a group that belongs to `step`. The group may be one that `fault` refuses.
-    `record` names what is kept of its tokens. `trained`: what the trainer told of them."""
+    `record` names what is kept of its tokens. `trained`: what the trainer reported of them."""
     counted = (itertools.repeat(number, size) for number, size in enumerate(episode_sizes(group)))
     numbers = itertools.chain(itertools.chain.from_iterable(counted), itertools.repeat(0))
     advantages = [None] * len(group.trajectories) if trained is None else map(_advantage, trained.trajectories)

@@ -23,7 +23,7 @@ TOKENIZERS_HELD = 4
 
 
 def fits(trained: trainer_pb2.TrainedGroup, group: common_pb2.Group) -> bool:
-    """Whether the trainer told what it has to of each sampled token of the group, in finite numbers."""
+    """Whether the trainer reported what it has to of each sampled token of the group, in finite numbers."""
     if len(trained.trajectories) != len(group.trajectories):
         return False
     for answered, trajectory in zip(trained.trajectories, group.trajectories, strict=True):
@@ -36,8 +36,8 @@ def fits(trained: trainer_pb2.TrainedGroup, group: common_pb2.Group) -> bool:
 
 
 def record(group: common_pb2.Group, trained: trainer_pb2.TrainedGroup | None = None) -> TokenRecord:
-    """What is kept of a group: prompt tokens, and of each trajectory tokens, log-probabilities, versions and turns;
-    and what the trainer told of it, which has to fit it."""
+    """What is kept of a group: prompt tokens, and of each trajectory tokens, log-probabilities, versions and turns; and
+    what the trainer reported of it, which has to fit it."""
     kept = common_pb2.Group(prompt_tokens=group.prompt_tokens)
     for trajectory in group.trajectories:
         one = kept.trajectories.add(

@@ -69,7 +69,7 @@ class Attempt:
     """Everything is sent, not only what changed: known after PREPARE."""
     phase: events.PublicationPhase = "prepare"
     prepared: bool = False
-    """Whether the sender was asked to prepare, so that it has to be told the end."""
+    """Whether the sender was asked to prepare, so that the end has to be sent to it."""
     unanswered: set[str] = field(default_factory=set)
     """Ids of the members that are being asked."""
     phase_seconds: dict[str, float] = field(default_factory=dict)

@@ -41,7 +41,7 @@ async def run_phases(job: JobRecord, attempt: Attempt, layouts: MemberLayouts) -
 
 async def _prepare(job: JobRecord, attempt: Attempt, layouts: MemberLayouts) -> list[Member]:
     """Sender and receivers agree on the plan; answers the receivers that do not receive yet. A receiver that agreed to
-    this plan last time is told its hash only, and the plan again if it does not know it any more."""
+    this plan last time gets its hash only, and the plan again if it does not know it any more."""
     setup = await layouts.setup(attempt, job.spec.publication)
     attempt.prepared = True
     prepared = await attempt.ask_sender(attempt.sender.methods.prepare, setup.prepare_send(attempt))

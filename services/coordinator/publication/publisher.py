@@ -31,7 +31,7 @@ Layouts = Mapping[Content, MemberLayouts]
 PLACED = "placed"
 """Names the note with the digest of the spec whose weights a replica has taken."""
 BLAMELESS_FAILURES = 3
-"""A publication fails for good after so many attempts that failed without a receiver as the culprit."""
+"""Attempts that may fail without a receiver as the culprit, before the publication fails for good."""
 
 
 class Publisher:
@@ -146,7 +146,7 @@ class Publisher:
                     raise
                 receivers = [m for m in left if m not in culprits]
             except asyncio.CancelledError:
-                if sender.is_copy:  # a publication ended the copy: its sender and its receivers are told
+                if sender.is_copy:  # a publication ended the copy: its sender and its receivers have to know
                     reason = "a publication came first"
                     self._background.start(attempt.finish(reason), attempt.abort(attempt.receivers, reason))
                 raise

@@ -34,7 +34,7 @@ class TransferSetup:
     layouts: weights_pb2.Sides | None = None
     """What each rank holds or wants; None if whole tensors are broadcast."""
     manifest: weights_pb2.Manifest | None = None
-    """The manifest of the layouts; None if the sender tells it in PREPARE."""
+    """The manifest of the layouts; None if the sender gives it in PREPARE."""
     gpu: bool = False
 
     @property
@@ -218,7 +218,7 @@ def _common_dtype(receivers: Sequence[Member]) -> str:
 
 
 WORTH_S = 1.0
-"""Where the whole weights are sent in less, nothing else is tried: a delta takes host memory on the trainer."""
+"""Seconds of a whole transfer below which deltas are not tried: a delta takes host memory on the trainer."""
 TRY_AGAIN_AFTER = 50
 """Publications of whole weights after which deltas are tried again, if they were slower."""
 

@@ -108,7 +108,7 @@ def _operations(app: FastAPI, components: Components) -> None:
 
     @app.get("/metrics/targets", tags=["operations"])
     async def targets() -> list[ScrapeTarget]:
-        """Where trainer and replicas serve their metrics, for the `http_sd_configs` of Prometheus."""
+        """The addresses at which trainer and replicas serve their metrics, for the `http_sd_configs` of Prometheus."""
         fleet = components.fleet.view({})
         present = [m for m in (*fleet.trainers, *fleet.replicas) if m.metrics_address and not m.gone]
         encrypted = {"__scheme__": "https"} if scheme() == "https" else {}

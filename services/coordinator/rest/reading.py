@@ -121,7 +121,7 @@ def routes() -> APIRouter:
 
     @router.post("/validate", openapi_extra=SPEC_BODY, responses=BODY_ERRORS)
     async def validate(request: Request) -> ValidationView:
-        """Checks a job spec as a submission does, without submitting it, and tells every mistake with its fix."""
+        """Checks a job spec as a submission does, without submitting it, and lists every mistake with its fix."""
         tree = await bodies.tree(request)
         try:
             spec = await asyncio.to_thread(submission.check, tree)

@@ -1,7 +1,7 @@
 """Who calls the REST API, and whether the caller may; and /v1/users and /v1/audit: who may do what, and what was done.
 
-Callers are users with tokens, and whoever has the token of the services, who is an admin. Without a token of the
-services everybody is, except web pages of other sites.
+Callers are users with tokens. A caller with the token of the services is an admin. Without a token of the services
+everybody is, except web pages of other sites.
 """
 
 import hmac
@@ -36,7 +36,7 @@ def routes(users: Users, audit: AuditLog) -> APIRouter:
         name: Annotated[str, Body(pattern=NAME, description="Small letters, digits, dots and dashes.")],
         role: Annotated[Role, Body()] = Role.SUBMIT,
     ) -> NewToken:
-        """Adds a user; answers its first token, which is told only here."""
+        """Adds a user; answers its first token, which is shown only once."""
         if name == FLEET:
             raise InvalidState(f"name: {name}: stands for the token of the services.", "choose another name.")
         return await users.add(name, role)
@@ -96,9 +96,9 @@ def bearer(expected: str, users: Users) -> Callable[..., Awaitable[None]]:
 def no_foreign_page(names: Collection[str]) -> Callable[[Request], None]:
     """A FastAPI dependency that refuses requests of other sites' web pages; it raises Forbidden.
 
-    A browser sends what any page asks for, to any address that the browser reaches. `Origin` tells the page's site, but
-    a site may give itself a name that resolves to this host (DNS rebinding), so the name in `Host` has to be one of
-    the coordinator's `names`. Addresses and names without a dot cannot belong to another site.
+    A browser sends what any page asks for, to any address that the browser reaches. `Origin` names the page's site, but
+    a site may give itself a name that resolves to this host (DNS rebinding), so the name in `Host` has to be one of the
+    coordinator's `names`. Addresses and names without a dot cannot belong to another site.
     """
     known = {name.lower() for name in names}
 

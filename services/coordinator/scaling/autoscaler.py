@@ -1,4 +1,4 @@
-"""Autoscaling of one pool: looks at it, decides, tells why, and asks the scaler."""
+"""Autoscaling of one pool: measures it, decides, reports why, and asks the scaler."""
 
 import asyncio
 import time

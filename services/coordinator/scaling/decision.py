@@ -20,7 +20,7 @@ from millrace.events import ScalingReason
 LEAST_WORK = 0.02
 """The trainer's share of work counts as at least this much."""
 NEEDED_GAIN = 0.25
-"""More replicas have to bring this part of the speed that so many more could bring."""
+"""Replicas that are added have to bring at least this share of the speed that they could bring."""
 GROWTH = 2
 """A change at most multiplies the number of replicas by this, and at most divides it by this."""
 LONGEST_MEMORY = 8

@@ -61,7 +61,7 @@ class Stretch:
     prompts: int = 0
 
     def add(self, look: Look, seconds: float) -> None:
-        """Counts what was seen for so many seconds."""
+        """Counts what was seen for `seconds`."""
         seen = Stretch(
             whole=False,
             seconds=seconds,

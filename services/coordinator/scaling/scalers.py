@@ -1,5 +1,5 @@
-"""What starts and stops replicas. A scaler is asked for a number; whoever places the replicas does the rest, and
-SIGTERM drains a replica that has to go."""
+"""What starts and stops replicas. A scaler is asked for a number of replicas. Slurm, Compose, Kubernetes or the local
+supervisor does the rest, and SIGTERM drains a replica that has to go."""
 
 import asyncio
 import hashlib
@@ -37,7 +37,7 @@ class Scaler(Protocol):
         ...
 
     async def set(self, wanted: int) -> None:
-        """Asks for so many replicas. Idempotent. Raises Unavailable, or InvalidState if so many cannot run."""
+        """Asks for `wanted` replicas. Idempotent. Raises Unavailable, or InvalidState if that many cannot run."""
         ...
 
 

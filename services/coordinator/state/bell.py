@@ -17,7 +17,7 @@ class Bell:
         self._calls: list[Callable[[], None]] = []
 
     def on_ring(self, call: Callable[[], None]) -> None:
-        """From now on every ring calls `call`."""
+        """Makes every ring call `call`."""
         self._calls.append(call)
 
     def ring(self) -> None:

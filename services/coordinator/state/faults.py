@@ -20,7 +20,7 @@ PLACE_BUDGET = 3
 PROMPT_BUDGET = 3
 """Deaths of members that held a prompt, before it is dropped."""
 SUSPECT_AFTER = 2
-"""Deaths after which a prompt is leased alone, so that the one that kills is told from those beside it."""
+"""Deaths after which a prompt is leased alone, so that the one that kills can be found among those leased with it."""
 TRAINER_BUDGET = 5
 """Times that the trainer is lost at one step; once more and the job fails."""
 COUNT_S = 86_400
@@ -67,7 +67,7 @@ def lua_budgets() -> str:
 
 @dataclass(frozen=True)
 class Failures:
-    """Of the prompts whose answers were scored, or were to be."""
+    """Counts of the prompts whose answers were scored, or were to be."""
 
     failed: int
     scored: int

@@ -56,7 +56,7 @@ class Account:
 
     @classmethod
     def of(cls, account: common_pb2.EpisodeAccount) -> Self:
-        """The account that a replica told."""
+        """The account that a replica reported."""
         ended = account.end == common_pb2.EPISODE_END_DONE
         return cls(ended, account.tool_calls, account.tool_failures, account.tool_s, account.reruns)
 

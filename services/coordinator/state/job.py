@@ -168,7 +168,7 @@ class JobRecord:
         return tag is None or tag in json.loads(self.tags_json)
 
     def named_for(self, other: "JobRecord") -> str:
-        """This job as the user of another one is told of it."""
+        """This job as other users see it."""
         return f"{self.id} ({self.name})" if self.user == other.user else "a job of another user"
 
     @property

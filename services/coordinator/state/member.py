@@ -19,11 +19,11 @@ KINDS = {
     fleet_pb2.MEMBER_KIND_ROLLOUT: MemberKind.ROLLOUT,
 }
 HEARTBEATS_PER_S = 100.0
-"""All members together send at most so many, as far as LONGEST_HEARTBEAT_S allows. Each takes about 0.4 ms of the
-coordinator's processor time."""
+"""Most heartbeats a second of all members together, as far as LONGEST_HEARTBEAT_S allows. Each takes about 0.4 ms of
+the coordinator's processor time."""
 LONGEST_HEARTBEAT_S = 10.0
 MISSED = 2.0
-"""A member is given so many longer intervals of silence in addition."""
+"""Intervals by which the time until a member is lost grows, when the interval between heartbeats does."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Patience:
     lost_after_s: float = 5.0
 
     def of_fleet(self, members: int) -> "Patience":
-        """The intervals for a fleet of so many members; these are for a small one."""
+        """The intervals for a fleet of `members`; these are for a small one."""
         heartbeat_s = max(self.heartbeat_s, min(members / HEARTBEATS_PER_S, LONGEST_HEARTBEAT_S))
         return Patience(heartbeat_s, self.lost_after_s + MISSED * (heartbeat_s - self.heartbeat_s))
 
@@ -148,7 +148,7 @@ class Member:
     why_gone: str = ""
     """Why it is lost or has left."""
     last_words: str = ""
-    """How its process ended and what it wrote last, if its next life has told."""
+    """How its process ended and what it wrote last, if its next life has reported it."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the member is lost or has left."""
 
@@ -198,12 +198,12 @@ class Member:
 
     @property
     def died(self) -> bool:
-        """Whether it is gone, and not because somebody told it to leave."""
+        """Whether it is gone, and not because somebody asked it to leave."""
         return self.gone.is_set() and not self.left
 
     @property
     def place(self) -> str:
-        """Where its process runs. The next life of the process has the same place."""
+        """The place of its process. The next life of the process has the same one."""
         return place_of(self.pool, self.address)
 
     def ready_for(self, job_id: JobId) -> bool:

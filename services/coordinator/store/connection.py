@@ -32,7 +32,7 @@ SHARED = ("ledger", "index")
 TIMEOUT_S = 5.0
 LARGE_S = 30.0
 LARGE_AT_ONCE = 2
-"""At most this many answers that may be large are read at a time, each within LARGE_S."""
+"""Answers that may be large and are read at the same time, each within LARGE_S."""
 CONNECTIONS = 32
 LOST = (RedisConnectionError, RedisTimeoutError, OSError)
 REFUSES = (OutOfMemoryError, ReadOnlyError, ClusterDownError)

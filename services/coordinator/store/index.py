@@ -50,7 +50,7 @@ class JobIndex:
     async def chosen(
         self, wanted: Callable[[JobRecord], bool], limit: int, state: JobState | None = None, cursor: str = ""
     ) -> Page:
-        """As `page`, of the jobs that are wanted. All jobs are looked at."""
+        """A page of the jobs that are wanted, as `page` gives it. All jobs are read."""
         found, page = list[JobRecord](), await self.page(LOOKED_AT_ONCE, state)
         while True:
             found += [job for job in page.jobs if wanted(job)]
@@ -129,7 +129,7 @@ class JobIndex:
         return [JobId(text(i)) for i in await self._redis.do("ZRANGE", FINISHED, 0, min(excess, AT_ONCE + skip) - 1)]
 
     async def finished_before(self, time_s: float, skip: int = 0) -> list[JobId]:
-        """As `finished_beyond`, of the jobs that ended before this Unix time."""
+        """Some of the jobs that ended before this Unix time; `skip` as in `finished_beyond`."""
         asked = ("ZRANGE", FINISHED, "-inf", f"({time_s!r}", "BYSCORE", "LIMIT", 0, AT_ONCE + skip)
         return [JobId(text(i)) for i in await self._redis.do(*asked)]
 

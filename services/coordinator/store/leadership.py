@@ -26,8 +26,8 @@ class Holder:
     """A coordinator, as others reach it."""
 
     place: str
-    """Host and port of its REST API. No two processes have one at the same time, so whoever starts there knows that
-    the one before has ended, and takes its lease at once."""
+    """Host and port of its REST API. No two processes have one at the same time, so a coordinator that starts there
+    knows that the one before has ended, and takes its lease at once."""
     grpc: str
     """host:port"""
     rest: str

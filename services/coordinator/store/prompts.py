@@ -28,7 +28,7 @@ ANSWERS_KEPT_S = 900
 MOST_PARTS_BYTES = 64 << 20
 """What is kept of one lease. What comes beyond is generated again if the lease is lost."""
 LEASED_BYTES = 32 << 20
-"""One call leases no more prompts once it has so many bytes of them and their parts."""
+"""Bytes of prompts and their parts after which one call leases no more of them."""
 LONGEST_DETAIL = 2000
 """Characters of a drop's detail that are kept."""
 

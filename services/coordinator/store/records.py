@@ -46,7 +46,7 @@ class TokenRecord:
 
     group: bytes
     trained: bytes = b""
-    """What the trainer told of these tokens; empty if it told nothing."""
+    """What the trainer reported of these tokens; empty if it reported nothing."""
 
 
 @dataclass(frozen=True)

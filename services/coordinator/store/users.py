@@ -29,7 +29,7 @@ class Found:
 
 
 class Users:
-    """Tokens are 256 random bits, so a plain hash of one tells nothing of it."""
+    """Tokens are 256 random bits, so a plain hash of one reveals nothing of it."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection

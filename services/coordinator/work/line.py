@@ -14,7 +14,7 @@ MOST_SORTED = 64
 """Members that wait, those with the most free slots first, if they are no more than this. More look in the order in
 which they came: sorting them for every look would cost too much."""
 TRUSTED_S = 5.0
-"""For so long it is believed that there are no leases."""
+"""Seconds for which an empty queue is taken to stay empty."""
 
 
 class Line:
@@ -52,7 +52,7 @@ class Line:
 
     @property
     def is_served(self) -> bool:
-        """Whether members of the line are about to look: whoever comes now is behind them."""
+        """Whether members of the line are about to look. A member that comes now is behind them."""
         return self._more and bool(self._waiting)
 
     @asynccontextmanager

@@ -182,7 +182,7 @@ class Queue:
         return offer.leases, offer.idle_reason
 
     def _may_look(self, member_id: MemberId) -> bool:
-        """Whether a member that waits could get leases, or is to be told that it is none any more."""
+        """Whether to answer a member that waits: it could get leases, or it is not a member any more."""
         job = self.running_job
         try:
             return job is not None and not _why_idle(job, self._fleet.member(member_id))
@@ -232,7 +232,7 @@ class Queue:
         return Offer(leases, "") if leases else replace(EMPTY, exhausted=exhausted)
 
     def close(self) -> None:
-        """From now on every request for leases is answered at once."""
+        """Makes every later request for leases return at once."""
         self._closing = True
         self._line.wake_all()
 
