@@ -52,7 +52,7 @@ def main(
     insecure: InsecureOption = False,
     version: VersionOption = False,
 ) -> None:
-    """Serves one engine to the fleet until it is told to stop. A second signal ends it without waiting for leases."""
+    """Serves one engine to the fleet until SIGTERM or SIGINT. A second signal ends it without waiting for leases."""
     advertise(host)
     from services.rollout.process import Given, start  # what it imports takes seconds
 

@@ -85,7 +85,7 @@ class Partial:
     versions: tuple[VersionSpan, ...]
     """Contiguous, in order, covering every token."""
     experts: NDArray[np.integer] | None = None
-    """As in `Completion`. None if the engine has not reported them yet."""
+    """The experts of each token, as in `Completion`. None if the engine has not reported them yet."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -109,13 +109,13 @@ class ShownImages:
     """The images of a prompt."""
 
     images: Sequence[Any]
-    """As Pillow has them, in the order of their places in the prompt."""
+    """Images of Pillow, in the order of their places in the prompt."""
     prompt_tokens: Sequence[int]
     """The prompt's tokens with one for each image."""
 
 
 class Response:
-    """A response from its beginning to its end, for whoever wants to know meanwhile what it has."""
+    """A response from its beginning to its end. Its tokens can be read while it grows."""
 
     def __init__(self, prefix: Partial = NO_TOKENS, images: ShownImages | None = None) -> None:
         self.images = images
@@ -123,7 +123,7 @@ class Response:
         self.prefix = prefix
         """What was sampled before, by this engine or another one. The engine continues after it."""
         self.kept = len(prefix)
-        """Number of its first tokens that are kept elsewhere, for whoever continues it if it is lost here."""
+        """Number of its first tokens that the coordinator keeps, so that another replica can continue it."""
         self.kept_experts = False
         self._read: Callable[[int], Partial] = NO_TOKENS.after
 
@@ -205,7 +205,7 @@ class Load:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What the scheduler of the engine library tells of itself."""
+    """What the scheduler of the engine library reports."""
 
     running: int
     waiting: int
@@ -219,7 +219,7 @@ class EngineStats:
     """The part of these tokens whose keys and values were in the cache."""
     preempted: int = 0
     """Requests so far that lost their keys and values because the cache was full, and were computed again; 0 if the
-    engine does not tell. Those that a publication had computed again are not among them."""
+    engine does not report it. Those that a publication had computed again are not among them."""
 
 
 class Engine(EngineWeights, Protocol):
@@ -255,7 +255,8 @@ class Engine(EngineWeights, Protocol):
         """Raises EngineDied if the engine has ended."""
 
     def stats(self) -> EngineStats | None:
-        """Unlike `load`, which counts what the replica has asked for. None if the library has told nothing (yet)."""
+        """Unlike `load`, which counts what the replica has asked for. None if the library has reported nothing
+        (yet)."""
 
     async def finish_batch(self) -> None:
         """Returns when what generates has come to the end of a batch, at once if it has nothing to do. It never
@@ -296,7 +297,7 @@ class PoolModel:
     temperature: float
     """Temperature of the log-probabilities."""
     policy_tokens: int | None
-    """Size of the policy's vocabulary: log-probabilities are over so many first tokens. None: over all tokens."""
+    """Size of the policy's vocabulary: log-probabilities are over this many first tokens. None: over all tokens."""
     longest: int
     """Tokens of the longest prompt and response together."""
 

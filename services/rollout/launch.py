@@ -30,8 +30,8 @@ PRELOADED = ["services.rollout.__main__", "services.rollout.process"]
 """What is imported before a replica is forked, after what its engine's descriptor names. None of it starts a thread or
 CUDA."""
 RESTARTS = Restarts(limit=3, window_s=600.0, first_wait_s=0.1, longest_wait_s=1.0)
-"""A replica that ends more often before it has joined the fleet ends the launcher: whoever started it has a wider
-view."""
+"""A replica that ends more often before it has joined the fleet ends the launcher. The program that started the
+launcher decides then."""
 app = typer.Typer(pretty_exceptions_enable=False)
 
 

@@ -75,7 +75,7 @@ class Given:
 
 
 def start(given: Given) -> NoReturn:
-    """Serves one engine until it is told to stop, and ends the process."""
+    """Serves one engine until it is asked to stop, and ends the process."""
     member_id = new_member_id(given.pool)
     try:
         logs.configure("rollout", member_id)

@@ -57,7 +57,7 @@ class ChatRequest(BaseModel):
 
 
 def calls_allowed(choice: Any) -> bool:
-    """Whether calls of tools are told as such. Raises Refused for a choice that would force a call."""
+    """Whether calls of tools are returned as such. Raises Refused for a choice that would force a call."""
     if choice in (None, "auto", "none"):
         return bool(choice != "none")
     reason = "a call that is forced would not be sampled by the policy"

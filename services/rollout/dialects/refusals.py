@@ -1,4 +1,4 @@
-"""What the HTTP endpoint of a replica refuses, and how each dialect tells it."""
+"""What the HTTP endpoint of a replica refuses, and how each dialect reports it."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -42,7 +42,7 @@ class Refusals(Enum):
     BUSY = Kind(429, "rate_limit_error", "rate_limit_error", "no_episode_waits", retry=True)
     """No episode waits for an agent now."""
     FULL = Kind(429, "rate_limit_error", "rate_limit_error", "rate_limit_exceeded", retry=True)
-    """As many requests wait as may wait."""
+    """The queue of requests is full."""
     UNAVAILABLE = Kind(503, "service_unavailable_error", "overloaded_error", retry=True)
     """The engine generates nothing now."""
 
@@ -62,14 +62,14 @@ class Refused(MillraceError):
 
 
 def openai_error(refused: Refused) -> dict[str, Any]:
-    """The refusal as OpenAI's API tells it."""
+    """The refusal in the form of OpenAI's API."""
     kind = refused.kind.value
     error = {"message": str(refused), "type": kind.openai, "param": refused.field, "code": kind.code}
     return {"error": error}
 
 
 def anthropic_error(refused: Refused) -> dict[str, Any]:
-    """The refusal as Anthropic's API tells it."""
+    """The refusal in the form of Anthropic's API."""
     return {"type": "error", "error": {"type": refused.kind.value.anthropic, "message": str(refused)}}
 
 

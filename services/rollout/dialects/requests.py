@@ -42,7 +42,7 @@ def check_token(request: Request, secret: str) -> None:
 
 
 async def answered_or_refused(request: Request, answer: Answer, *, anthropic: bool = False) -> Response:
-    """What `answer` says to a request. What it refuses is told as OpenAI's clients expect it, or Anthropic's."""
+    """What `answer` says to a request. A refusal has the form that OpenAI's clients expect, or Anthropic's."""
     try:
         return await answer(request)
     except Refused as error:

@@ -1,4 +1,4 @@
-"""Answers as server-sent events. A turn is told when it is whole, as engines hand it out. Until then comments keep the
+"""Answers as server-sent events. A turn is sent when it is whole, as engines return it. Until then comments keep the
 connection alive.
 """
 

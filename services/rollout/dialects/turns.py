@@ -21,7 +21,7 @@ class TurnRequest:
     stop: tuple[str, ...] = ()
     """Strings that end the turn, besides those of the job."""
     calls: bool = True
-    """Whether calls of tools are told as such, or as text."""
+    """Whether calls of tools are returned as such, or as text."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import psutil
 
 PR_SET_PDEATHSIG = 1
 REPLICA_PID = "MILLRACE_REPLICA_PID"
-"""Environment variable that tells an engine's processes the pid of their replica."""
+"""Environment variable with the pid of the replica, for an engine's processes."""
 
 
 def own_descendants() -> None:

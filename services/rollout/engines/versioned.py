@@ -103,7 +103,7 @@ class VersionedEngine(ABC):
         """Counts every weight change. Version numbers repeat after a rewind and from job to job, so they cannot key the
         cache of keys and values."""
         self._may_begin = asyncio.Event()
-        """Not set while a publication pauses generation: requests that come then begin after the pause."""
+        """Set unless a publication pauses generation. Requests that come during a pause begin after it."""
         self._may_begin.set()
         self._incoming: Incoming | None = None
         self._known_plan = b""
@@ -131,7 +131,7 @@ class VersionedEngine(ABC):
         """Ends the pause, if there is one."""
 
     def _last_token_s(self) -> float:
-        """When the last token before the pause arrived (time.perf_counter()), as nearly as the engine tells."""
+        """When the last token before the pause arrived (time.perf_counter()), as precisely as the engine reports it."""
         return self._pause_answered_s
 
     @abstractmethod
@@ -155,7 +155,7 @@ class VersionedEngine(ABC):
             raise InvalidState("no version is in place.", "the prompt is issued again.")
         response = response or Response()
         if self._replays and len(response.prefix) and response.prefix.experts is None:
-            # No expert has seen the last token, which may have ended the response: a pass over the others tells theirs.
+            # No expert has seen the last token, which may have ended the response: a pass over the others finds theirs.
             response.shorten(len(response.prefix) - 1)
         prefix = response.prefix
         if len(prefix) and (whole := self._endings.whole(len(prompt_tokens), prefix, sampling)) is not None:
@@ -350,7 +350,7 @@ class VersionedEngine(ABC):
         return _cache_key(self._version, self._weight_changes)
 
     async def _drop_version(self) -> None:
-        """From now on no version is in place: samples in flight are of no use."""
+        """Records that no version is in place: samples in flight are of no use."""
         self._version = None
         self._dropped += 1
         self._weight_changes += 1

@@ -1,8 +1,8 @@
 """Runs environments in a process of their own: from a request in JSON's types to its answer.
 
 Requests are {op: "reset", row}, {op: "step", message}, {op: "call", name, arguments}, {op: "score"}, {op: "close"},
-each with the {episode} that it is for. What the user's class raises is passed on, except from a tool: that is the
-tool's result, told to the policy.
+each with the {episode} that it is for. What the user's class raises is passed on, except from a tool: then the policy
+gets the error as the tool's result.
 """
 
 import asyncio
@@ -110,7 +110,7 @@ class Host:
         except Exception as error:
             if isinstance(error, MemoryError):
                 raise
-            # The user's tool may raise anything. The policy is told, as it is told a result.
+            # The user's tool may raise anything. The policy gets the error as it gets a result.
             return _failed(f"{type(error).__name__}: {error}")
         return _called(name, result)
 

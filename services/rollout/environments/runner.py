@@ -109,7 +109,7 @@ class _Run:
         return self._episode(conversation, prompt, score, details)
 
     async def _turn(self, conversation: Conversation) -> bool:
-        """Has the policy sample one turn, and tells it what follows. Returns whether there is room for another."""
+        """Has the policy sample one turn, and adds what follows. Returns whether there is room for another."""
         room = min(self._room(conversation), self.episodes.environment.max_turn_tokens or limits.MOST_TOKENS)
         asked = replace(self.sampling, max_response_tokens=room)
         with self.slot.taken():

@@ -131,7 +131,7 @@ async def _answer(host: Host, request: Mapping[str, Any]) -> dict[str, Any]:
     except BaseException as error:
         # The user's class runs here, and may raise anything, SystemExit too. A call that was given up is cancelled.
         failure = describe_error(error)
-    # The processes of other episodes cannot be told from those that this one left.
+    # The processes of other episodes cannot be distinguished from those that this one left.
     return {"id": request["id"], "failure": failure, "spoiled": host.episodes <= 1 and left_processes()}
 
 

@@ -185,7 +185,7 @@ def _create(tokenizer: Any, name: str, options: Mapping[str, Any], section: str)
 def _call(number: int, parsed: Any) -> dict[str, Any]:
     """A call of a tool as chat completions have it."""
     call: dict[str, Any] = {"id": parsed.id or f"call_{number}", "type": "function"}
-    # Formats that write arguments as plain text tell every one that is not JSON; it is a string then.
+    # Formats that write arguments as plain text report every one that is not JSON; it is a string then.
     is_plain_text = parsed.status.value == "invalid_json" and isinstance(parsed.arguments, dict)
     if parsed.name is None or not (is_plain_text or parsed.status.value in ("ok", "unknown_tool")):
         return call | {"status": parsed.status.value, "raw": parsed.raw}
@@ -195,7 +195,8 @@ def _call(number: int, parsed: Any) -> dict[str, Any]:
 
 
 def _json(value: Any) -> str:
-    """As JSON, readable if it can be sent: half of a surrogate pair, which a model may write, is no character."""
+    """Encodes as JSON, readable if it can be sent: half of a surrogate pair, which a model may write, is no
+    character."""
     text = json.dumps(value, ensure_ascii=False)
     return text if text.isascii() or not any("\ud800" <= each <= "\udfff" for each in text) else json.dumps(value)
 

@@ -96,7 +96,7 @@ class Conversation:
         return None
 
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """All trajectories that have turns, in order. What was told after the last turn is in none."""
+        """All trajectories that have turns, in order. What was added after the last turn is in none."""
         return (*self._done, self._trajectory()) if self._growing.turns else tuple(self._done)
 
     def _trajectory(self) -> Trajectory:

@@ -77,7 +77,7 @@ class Trajectory:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one answer, of which nothing is to be told that an answer has not."""
+        """Whether it is one plain answer, with nothing more to report than an answer has."""
         first = self.turns[0]
         return len(self.turns) == 1 and not (len(first.given) or first.reward or first.temperature)
 
@@ -116,8 +116,8 @@ class Trajectory:
         return message
 
     def _experts(self) -> NDArray[np.integer] | None:
-        """The experts of prompt and response. A turn tells those of all tokens before it too: of each token those count
-        that were chosen first, when it was sampled."""
+        """The experts of prompt and response. A turn reports those of all tokens before it too. For each token, those
+        count that were chosen first, when it was sampled."""
         of_turns = [turn.completion.experts for turn in self.turns]
         known = [experts for experts in of_turns if experts is not None]
         if not known or len(known) < len(of_turns):
@@ -133,7 +133,7 @@ class Episode:
     """One run of a prompt."""
 
     trajectories: tuple[Trajectory, ...]
-    """In the order in which they began; at least one."""
+    """Its trajectories in the order in which they began; at least one."""
     scored: Scored | None = None
     """The score that the environment gave; None: the reward function scores `answer`."""
     account: common_pb2.EpisodeAccount | None = None

@@ -1,4 +1,4 @@
-"""Where a judge is: behind a URL, or in a pool of the job."""
+"""The place of a judge: behind a URL, or in a pool of the job."""
 
 import random
 import ssl
@@ -20,7 +20,7 @@ FAILED_S = 10.0
 
 
 class JudgePlace(Protocol):
-    """Where the requests to a judge go."""
+    """The address and headers of requests to a judge."""
 
     model: str
     """The model that they name."""

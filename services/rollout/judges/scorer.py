@@ -44,7 +44,7 @@ class JudgeScorer:
         return [scored for (scored,) in found]
 
     def outage_message(self) -> fleet_pb2.JudgeOutage | None:
-        """What the coordinator is told while the judge is down and answers wait for it."""
+        """Reason that the coordinator gets while the judge is down and answers wait for it."""
         client = self.client
         if client.outage is None or not client.waiting:
             return None

@@ -54,7 +54,7 @@ class FollowerEnd(Enum):
     """Why a follower ends."""
 
     FOR_GOOD = auto()
-    """The replica has left the fleet in order, or this follower was told twice to stop."""
+    """The replica has left the fleet in order, or this follower was asked twice to stop."""
     REJOIN = auto()
     """This generation has ended: the next one is joined by a new process."""
 
@@ -91,7 +91,7 @@ class Follower:
         return bool(self._generation)
 
     def drain(self) -> None:
-        """This node was told to stop: the whole replica drains. Idempotent."""
+        """This node was asked to stop: the whole replica drains. Idempotent."""
         self._say(draining=True)
 
     async def run(self, patience_s: float) -> FollowerEnd:

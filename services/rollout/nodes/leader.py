@@ -57,7 +57,7 @@ class _Follower:
 
 class Leader:
     """The followers of one generation. `on_lost` is called once, with the first loss; `on_drain` whenever a follower
-    says that it was told to stop."""
+    says that it was asked to stop."""
 
     on_lost: Callable[[EngineDied], None]
     on_drain: Callable[[], None]
@@ -317,8 +317,8 @@ def servicers(leader: Leader) -> Mapping[str, Callable[[grpc.aio.Server], None]]
 
 
 async def meet(nodes: Leader, replica: FleetMember, stops: asyncio.Queue[int], patience_s: float) -> bool:
-    """Waits until all followers have joined; False if this process was told to stop first. Raises Unavailable if
-    they do not join within `patience_s`."""
+    """Waits until all followers have joined; False if this process was asked to stop first. Raises Unavailable if they
+    do not join within `patience_s`."""
 
     def drain() -> None:
         note_drained()  # without this follower the replica cannot come back

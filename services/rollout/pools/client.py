@@ -27,7 +27,7 @@ RETRY_S = 1.0
 
 @dataclass(frozen=True)
 class PoolMember:
-    """Where a replica of a pool is reached."""
+    """The address of a pool's replica."""
 
     address: str
     """host:port of its gRPC server."""

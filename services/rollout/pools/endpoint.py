@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoint of a pool's replica, for judges and for whoever has the token of the deployment.
+"""The OpenAI-compatible endpoint of a pool's replica, for judges and for callers with the token of the deployment.
 
 | path | for |
 |---|---|

@@ -125,7 +125,7 @@ def check_pool_option(pool: str, engine: str, nodes: int) -> None:
 
 
 async def serve(replica: PoolReplica, reached: Reached) -> int:
-    """Serves until the replica is told to stop, or its engine dies; returns the exit status. Raises MillraceError if
+    """Serves until the replica is asked to stop, or its engine dies; returns the exit status. Raises MillraceError if
     the coordinator refuses the replica."""
     http = HttpEndpoint(application(replica, token()), reached.bind, reached.sessions_port)
     coordinator, metrics = Peer(reached.coordinator), MemberMetrics(replica)

@@ -81,7 +81,7 @@ class AgentSetup(Setup):
 
 
 def variables(session: Session, url: str, row: Mapping[str, Any]) -> dict[str, str]:
-    """The environment variables that tell a command where its session is. Raises AgentFailed for a row that no variable
+    """The environment variables with the address of a command's session. Raises AgentFailed for a row that no variable
     can hold."""
     prompt, base = json.dumps(row), f"{url}/sessions/{session.id}"
     if len(prompt.encode()) > LONGEST_ROW:

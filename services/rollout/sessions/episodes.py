@@ -26,7 +26,7 @@ UNSANDBOXED = "MILLRACE_UNSANDBOXED_AGENTS"
 ATTEMPTS = 2
 """Runs of an episode whose agent fails, before its group is dropped."""
 LONGEST_REASON = 300
-"""Characters of a command's last line that a failure tells."""
+"""Characters of a command's last line that a failure reports."""
 
 
 def check_allowed(agent: Agent | None, environment: Mapping[str, str]) -> None:

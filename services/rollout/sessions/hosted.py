@@ -1,5 +1,5 @@
 """Episodes that a host of environments plays: a process of its own (`services/environments`), which samples every turn
-at the replica's token endpoint and tells which of them the episode is made of.
+at the replica's token endpoint and reports which of them make up the episode.
 
 The session records what the engine sampled, with log-probabilities and versions. The host's traces say which of these
 sequences are trained: a request that was made and then given up is in none.
@@ -137,7 +137,7 @@ class HostedEpisodes:
             raise EnvironmentFailed(f"the host {self.options.url} did not answer for {limit_s:g} s") from error
 
     async def _played(self, session: Session) -> PlayedEpisode:
-        """What the host tells when the episode is over. Raises EnvironmentFailed."""
+        """What the host reports when the episode is over. Raises EnvironmentFailed."""
         limit_s = self.environment.episode_s
         session.deadline = asyncio.get_running_loop().time() + limit_s
         try:

@@ -67,8 +67,8 @@ class SessionServer(HttpEndpoint):
     def __init__(
         self, sessions: OpenSessions, host: str, port: int, reached_at: str = "127.0.0.1", app: object = None
     ) -> None:
-        """As `HttpEndpoint`. `reached_at`: name or address by which agents reach this host. `app`: instead of the
-        application."""
+        """Takes the arguments of `HttpEndpoint`. `reached_at`: name or address by which agents reach this host. `app`:
+        instead of the application."""
         super().__init__(app or application(sessions, token()), host, port)
         self.url = f"{scheme()}://{reached_at}:{self.port}"
         sessions.endpoint = self
@@ -110,7 +110,7 @@ class Desk:
         self._secret = secret
 
     def route(self, api: Api, path: str, answer: Answer, method: str = "POST") -> Route:
-        """Requests to `path`, which are counted. What is refused is told as the clients of `api` expect it."""
+        """Requests to `path`, which are counted. A refusal has the form that the clients of `api` expect."""
 
         async def answered(request: Request) -> Response:
             response = await answered_or_refused(request, answer, anthropic=api in OF_ANTHROPIC)

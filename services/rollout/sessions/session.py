@@ -330,7 +330,8 @@ def _idle(strands: list[_Held[S]]) -> list[_Held[S]]:
 
 @contextmanager
 def _in_use(held: _Held[S], strands: list[_Held[S]]) -> Iterator[None]:
-    """Until the request to a strand is answered. Without a turn it is forgotten: what was refused takes no memory."""
+    """Marks a strand as free when its request is answered. A strand without a turn is forgotten: what was refused takes
+    no memory."""
     try:
         yield
     finally:

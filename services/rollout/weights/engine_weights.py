@@ -67,7 +67,7 @@ class EngineWeights(Protocol):
     """
 
     device: str
-    """For people: cpu, or the name and number of the accelerators."""
+    """The device for people: cpu, or the name and number of the accelerators."""
     world_size: int
     """Workers that receive weights. Valid once the engine has started."""
 
@@ -80,8 +80,8 @@ class EngineWeights(Protocol):
         """Whether an abort now leaves parameters of two versions: nothing may be served then until a later commit."""
 
     async def describe(self, manifest: Manifest) -> Sequence[Boxes]:
-        """The boxes of the manifest that each worker wants; nothing if this engine cannot tell. Raises InvalidJob
-        if the manifest does not fit the engine's model."""
+        """The boxes of the manifest that each worker wants; nothing if this engine cannot say. Raises InvalidJob if the
+        manifest does not fit the engine's model."""
 
     async def hosts(self) -> Sequence[str]:
         """The name of each worker's host."""

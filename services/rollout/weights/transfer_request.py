@@ -138,7 +138,7 @@ class TransferRequest:
         return cls.from_proto(rollout_pb2.PrepareReceiveRequest.FromString(data), known)
 
     def aborted(self) -> PublicationFailed:
-        """The error of whoever waits for this transfer when it is aborted."""
+        """The error that waiters for this transfer get when it is aborted."""
         return PublicationFailed(f"publication {self.key} was aborted.", PREPARE_AGAIN)
 
     @property
@@ -178,8 +178,8 @@ class ExpectedMessages:
 
 
 def expected(request: TransferRequest, workers: int, planner: Planner) -> ExpectedMessages:
-    """The messages for a replica of so many workers. Raises PublicationFailed if the layouts do not fit together,
-    InvalidState for an unknown path."""
+    """The messages for a replica of this number of workers. Raises PublicationFailed if the layouts do not fit
+    together, InvalidState for an unknown path."""
     if request.path in (weights_pb2.PATH_SHARDED, weights_pb2.PATH_DELTA):
         return _of_shards(request, workers, planner)
     if request.path == weights_pb2.PATH_GATHER_BROADCAST:

@@ -28,7 +28,7 @@ class Introduction:
     cache_tokens: int = 0
     """Tokens whose keys and values fit in the engine's cache."""
     secret: str = ""
-    """Shows that the replica told this worker where to connect."""
+    """Secret that shows that the replica gave this worker its address."""
 
 
 @dataclass(frozen=True)

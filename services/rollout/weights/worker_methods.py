@@ -17,7 +17,7 @@ class Described:
     """What one worker wants of a manifest."""
 
     boxes: bytes
-    """As `Boxes.encode` writes them."""
+    """The boxes that it wants, as `Boxes.encode` writes them."""
     untaken: tuple[int, ...] = ()
     """Tensors of the manifest for which this worker has no place."""
 

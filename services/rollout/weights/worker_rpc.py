@@ -1,8 +1,7 @@
 """Calls from a replica into its engine's worker processes: frames on a socket, answered by a thread in each.
 
 On one host it is a Unix socket that only the replica's user can open. Where the engine lies on several hosts, it is a
-TCP socket, by mutual TLS if the replica has an identity, and a worker shows the secret that it was told with the
-address.
+TCP socket, by mutual TLS if the replica has an identity, and a worker shows the secret that it got with the address.
 
 An engine's own call into its workers waits for the batch that runs, which is one step of generation each time, and
 SGLang's returns only one rank's success. This one does not wait, except for methods that have to run between batches.
@@ -50,10 +49,10 @@ RPC_S = 60.0
 """Limit of one call. No method waits for anything but its own work."""
 HEADER = struct.Struct("!I")
 SOCKET = "MILLRACE_WORKER_RPC"
-"""Environment variable with where the replica listens, for workers that are told nothing else."""
+"""Environment variable with the replica's address, for workers that get it in no other way."""
 TCP = "tcp://"
 INTRODUCTION_BYTES = 64 << 10
-"""Largest introduction: whoever sends one has not shown the secret yet."""
+"""Bytes of the largest introduction. Its sender has not shown the secret yet."""
 INTRODUCE_S = 10.0
 """Limit of the time to connect, and to introduce oneself."""
 log = structlog.get_logger(__name__)
@@ -111,8 +110,8 @@ class WorkerRpc:
         self._numbers = itertools.count()
 
     async def listen(self, host: str = "") -> str:
-        """Starts to listen; answers where, which the workers have to be told. `host`: the address by which workers of
-        other hosts reach this one; empty if there are none."""
+        """Starts to listen; returns the address, which the workers need. `host`: the address by which workers of other
+        hosts reach this one; empty if there are none."""
         if host:
             self._secret = secrets.token_hex(16)
             tls = server_context(Use.MEMBERS)
@@ -199,8 +198,9 @@ class WorkerRpcServer:
         self._stream = self._socket.makefile("rb")
         clock = self._welcome()
         self._ahead_s = clock - asked if self._socket.family != socket.AF_UNIX else 0.0
-        """By how much the replica's clock is ahead of this one's: hosts count time.monotonic() from different days.
-        Over the network this is too much by the time of the introduction: nothing is carried out that was given up."""
+        """Seconds by which the replica's clock is ahead of this one's: hosts count time.monotonic() from different
+        days. Over the network this is too much by the time of the introduction: nothing is carried out that was given
+        up."""
         # A new thread starts on the first GPU, whichever GPU its worker uses.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         threading.Thread(target=self._listen, name="millrace worker rpc", daemon=True).start()

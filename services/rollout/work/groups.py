@@ -22,7 +22,7 @@ from services.rollout.scoring.scored import Answer, Scored
 from services.rollout.work.job import Job
 
 RunEpisode = Callable[[Engine, Prompt, Sampling, EpisodeSlot], Awaitable[Episode]]
-"""Runs one episode of a prompt with an engine, in a slot that it tells each sample of the engine as it ends. Cancelling
+"""Runs one episode of a prompt with an engine, and reports each sample of the engine to its slot as it ends. Cancelling
 it aborts what it has in the engine. Raises EpisodeFailed if the group has to be dropped."""
 
 

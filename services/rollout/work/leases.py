@@ -54,7 +54,8 @@ class Concurrency:
         return int(self._slots)
 
     def look(self, preempted: int, generating: int) -> None:
-        """The engine has preempted so many requests since it started, and so many episodes have a slot now."""
+        """Takes the number of requests that the engine has preempted since it started, and of episodes that have a slot
+        now."""
         self._in_effect = self._in_effect or generating <= self.slots
         # While more generate than the last decrease allows, a preemption says nothing of that decrease.
         if preempted > self.preempted and self._in_effect:
@@ -364,7 +365,7 @@ def _in_batches(parts: Iterable[work_pb2.LeaseParts]) -> Iterator[list[work_pb2.
 
 
 def _preempted(engine: Engine) -> int:
-    """Requests that the engine has preempted since it started, as far as it tells."""
+    """Requests that the engine has preempted since it started, as far as it reports them."""
     stats = engine.stats()
     return 0 if stats is None else stats.preempted
 

@@ -61,7 +61,7 @@ class SchedulerStats:
         self._prompt_tokens = self._cached_prompt_tokens = 0
 
     def attach(self, manager: Any) -> None:
-        """`manager`: the tokenizer manager of an SGLang engine. A release without a reader tells nothing."""
+        """`manager`: the tokenizer manager of an SGLang engine. A release without a reader reports nothing."""
         self._reader = getattr(manager, "load_snapshot_reader", None)
 
     def answered(self, prompt_tokens: int, meta: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ class SchedulerStats:
 
     @property
     def now(self) -> EngineStats | None:
-        """The newest numbers of all schedulers that tell theirs: one for all ranks of a model, or one for each of the
+        """The newest numbers of all schedulers that report some: one for all ranks of a model, or one for each of the
         data-parallel copies, of which `cache_used` is that of the fullest. None before the first snapshot."""
         # The schedulers make an empty snapshot, of time 0, when they start.
         schedulers = [] if self._reader is None else [one for one in self._reader.read_all() if one.timestamp]
@@ -283,7 +283,7 @@ class SglangEngine(VersionedEngine):
                 self._manager.abort_request(rid=request_id)  # does nothing if it has ended
 
     def _so_far(self, request_id: str, after: int) -> Partial:
-        """What a request in flight has sampled, without its first `after` tokens. SGLang tells it every few dozen
+        """What a request in flight has sampled, without its first `after` tokens. SGLang reports it every few dozen
         tokens."""
         state = self._manager.rid_to_state.get(request_id)
         if state is None:

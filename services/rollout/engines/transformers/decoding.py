@@ -83,7 +83,7 @@ def finished(request: Request, endings: Endings) -> Completion | None:
 
 
 class Pause:
-    """One request to pause the loop. Whoever made it ends it, once."""
+    """One request to pause the loop. Its maker ends it, once."""
 
 
 class DecodeLoop:

@@ -36,11 +36,11 @@ class WorkerLayout:
         return known[1]
 
     def being_written(self, manifest: Manifest) -> None:
-        """From now on the layout's buffers hold no publication whole."""
+        """Records that the layout's buffers hold no publication whole."""
         self._holds.pop(manifest.content, None)
 
     def written(self, manifest: Manifest, key: str) -> None:
-        """From now on the layout's buffers hold the publication `key`."""
+        """Records that the layout's buffers hold the publication `key`."""
         self._holds[manifest.content] = key
 
     def holds(self, content: Content) -> str:
