@@ -112,8 +112,8 @@ CALL_S = 11.0
 """Rank 0 shows life before each call to the coordinator: so long a call and the pause after it take that is not
 answered."""
 RESTARTS = Restarts(limit=3, window_s=600.0, first_wait_s=0.1, longest_wait_s=1.0)
-"""Ranks that fail more often before the trainer has joined the fleet end the trainer: whoever started it has a wider
-view."""
+"""Ranks that fail more often before the trainer has joined the fleet end the trainer. The program that started the
+launcher decides then."""
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def _message_and_fix(who: str, work: str, phase: Phase, spec: JobSpec, ranks: in
         shape = decoder_shape(Path(spec.model.path))
         predicted = f" Predicted for it: {by_part(predict(spec, shape, ranks)[phase])}."
     except (InvalidJob, InvalidState):
-        pass  # the config does not tell the model's sizes
+        pass  # the config does not say the model's sizes
     return f"{who} in {work}.{predicted}", fix_of(spec, shape, ranks, spec.trainer.token_budget, phase, in_step=False)
 
 
@@ -95,7 +95,7 @@ def free_unreachable(device: torch.device) -> None:
     """Frees what only reference cycles hold, and gives it back to the device.
 
     One pass of the collector does not see a cycle through an autograd node that has a second owner in C++ (torch's
-    `THPCppFunction` tells its hooks only if it is the only owner): such a model goes in the pass after the one that
+    `THPCppFunction` shows its hooks only if it is the only owner): such a model goes in the pass after the one that
     frees the other owner.
     """
     for _ in range(PASSES):

@@ -56,9 +56,9 @@ class PhaseMemory:
     kept: dict[Part, float] = field(default_factory=dict)
     """Each part at its largest."""
     offloaded: float = 0.0
-    """In host memory, for a device that has memory of its own."""
+    """Bytes in host memory, for a device that has memory of its own."""
     peak: float = 0.0
-    """Of the device's allocator; 0 on a CPU."""
+    """Peak of the device's allocator, bytes; 0 on a CPU."""
     activations: float = 0.0
     """What a micro-batch's forward pass left for its backward pass; 0 on a CPU."""
 
@@ -76,9 +76,9 @@ class MemoryMeter:
         self.spec = spec
         self.step = 0
         self.token_budget = spec.trainer.token_budget
-        """Of the step that runs."""
+        """Token budget of the step that runs."""
         self.tokens = 0
-        """Of this rank's largest micro-batch in that step."""
+        """Tokens of this rank's largest micro-batch in that step."""
         self.updated = False
         """Whether an update of that step has begun to write weights."""
         self.shape = _shape(spec)
@@ -161,7 +161,7 @@ class MemoryMeter:
         return values
 
     def _predicted(self) -> Prediction:
-        """What was predicted for micro-batches of the step's token budget; empty for a model whose config does not tell
+        """What was predicted for micro-batches of the step's token budget; empty for a model whose config does not say
         its sizes."""
         if self.shape is None:
             return {}

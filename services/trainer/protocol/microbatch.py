@@ -35,7 +35,7 @@ class Sample:
     rollout_logprobs: NDArray[np.float32]
     """Behaviour log-probability of each sampled token, nats."""
     reward: float
-    """At the last sampled token, besides what the turns earned."""
+    """Reward at the last sampled token, in addition to the rewards of turns."""
     reward_parts: tuple[float, ...] = ()
     """The separate rewards that the job names in `reward.parts`."""
     greedy_reward: float | None = None

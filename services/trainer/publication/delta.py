@@ -3,9 +3,9 @@
 It is the sharded transfer with another channel: plan, communicator, rounds and checksums are the same. What is added is
 a snapshot of what was sent last, in host memory (`millrace/weights/transfer/delta/exchange.py`), and this rule:
 
-**Changes are sent only against a publication that every rank has kept whole and every receiver has put in place.**
-Rank 0 learns of the latter by `finish`; until then, and after any failure, the snapshot counts as nobody's. PREPARE
-tells the receivers which publication that is, and a receiver that holds another one asks for everything.
+**Changes are sent only against a publication that every rank has kept whole and every receiver has put in place.** Rank
+0 learns of the latter by `finish`; until then, and after any failure, the snapshot counts as nobody's. PREPARE names
+that publication to the receivers, and a receiver that holds another one asks for everything.
 """
 
 from collections.abc import Mapping

@@ -38,9 +38,9 @@ class OutgoingTransfer(Protocol):
         """Makes the plan and the rendezvous, and the buffers of this rank. Frees what an earlier publication held."""
 
     def transfer(self, request: TransferSendRequest, backend: Backend) -> TransferSendResponse:
-        """Sends what is prepared; returns when the last byte is sent. Raises PublicationFailed if a receiver is
-        lost or the deadline passes; all ranks are ready for the next publication then. Raises OutOfMemory if ranks
-        tell each other of that."""
+        """Sends what is prepared; returns when the last byte is sent. Raises PublicationFailed if a receiver is lost or
+        the deadline passes; all ranks are ready for the next publication then. Raises OutOfMemory if the ranks report
+        that to each other."""
 
     def abort(self, reason: str) -> None:
         """Makes a transfer in progress fail."""

@@ -39,7 +39,7 @@ class RanksFailed(Unavailable):
     """Ranks died, hang or crashed: the trainer cannot continue and has to be started again."""
 
     cause: OutOfMemory | None = None
-    """Set if a rank ran out of memory: the caller is told of that."""
+    """Set if a rank ran out of memory: the caller gets this error."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Handler:
 
 
 class CommandLoop:
-    """The main thread of a rank: runs the handler of each command until it is told to stop."""
+    """The main thread of a rank: runs the handler of each command until the command to stop."""
 
     def __init__(self, world: World, handlers: Iterable[Handler]) -> None:
         self._world = world

@@ -150,7 +150,7 @@ class Heartbeats:
         return self._world.size
 
     def heard(self) -> dict[int, tuple[float, Usage]]:
-        """For each rank that has sent a heartbeat the seconds since the last one, and what it told of its usage. For
+        """For each rank that has sent a heartbeat the seconds since the last one, and the usage that it reported. For
         rank 0."""
         now, last = time.monotonic(), dict(self._last)
         return {rank: (now - at, beat.usage) for rank, (beat, at) in last.items() if beat is not None}

@@ -45,7 +45,7 @@ from services.trainer.service.servicer import TrainerService
 
 
 class TrainerMetrics:
-    """What Prometheus reads of the trainer: of rank 0's process, and of each rank what its last heartbeat told."""
+    """What Prometheus reads of the trainer: rank 0's process, and the last heartbeat of each rank."""
 
     def __init__(self, member_id: MemberId, heartbeats: Heartbeats) -> None:
         self.registry = DeclaredRegistry(Owner.TRAINER)
@@ -129,8 +129,8 @@ class RankZero:
         )
 
     def start(self, host: str, port: int, metrics_port: int) -> None:
-        """Serves on the control thread. At the end the ranks are told to stop. After a failure this process ends at
-        once, because its main thread may be blocked for ever, and the other ranks end with it."""
+        """Serves on the control thread. At the end the ranks get the command to stop. After a failure this process ends
+        at once, because its main thread may be blocked for ever, and the other ranks end with it."""
         asyncio.run_coroutine_threadsafe(self._serve(host, port, metrics_port), self._loop).add_done_callback(
             self._finish
         )

@@ -154,7 +154,7 @@ class TrainerService(TrainerServicer):
         job, part = self._configured_for(request.part.job_id), request.part
         ended = job.last_step is not None and job.last_step[0] == part.step == job.version
         if ended or self._runs("Step", part.job_id, part.step):
-            return pb.AddPartResponse()  # the step has the part: whoever asks is about to ask for the step
+            return pb.AddPartResponse()  # the step has the part: the caller is about to ask for the step
         if self._runs("AddPart"):
             await self._lock.wait_until_free()
         job.check_next(part.step)

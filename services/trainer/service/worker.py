@@ -46,7 +46,7 @@ class LoadedJob:
 
     id: JobId
     spec: JobSpec
-    """With paths on this host if the job has names on the hub."""
+    """The job spec. Names on the hub are paths on this host."""
     model: str
     """The model as the job names it: a folder, or a name on the hub."""
     backend: Backend

@@ -62,7 +62,7 @@ class StepShares:
 
     @classmethod
     def of(cls, groups: int, updates: int) -> "StepShares":
-        """At most as many updates as groups."""
+        """The shares of `groups` in `updates`, at most as many as there are groups."""
         return cls(groups, min(updates, groups))
 
     def share(self, update: int) -> range:

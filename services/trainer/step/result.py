@@ -1,4 +1,4 @@
-"""What a step tells the coordinator: metrics, histograms, and the groups that people look at."""
+"""What a step reports to the coordinator: metrics, histograms, and the groups that people look at."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from services.trainer.step.update import UpdateResult
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step tells the coordinator. Every rank has the same."""
+    """What a step reports to the coordinator. Every rank has the same."""
 
     metrics: dict[str, float]
     histograms: dict[str, Histogram]
@@ -101,7 +101,7 @@ def _of_first_weights(part: Part, first: UpdateResult) -> tuple[Tensor, Tensor]:
 
 
 MOST_TOKENS = 1 << 18
-"""Most sampled tokens that a step tells of: 2 MiB of log-probabilities and advantages."""
+"""Most sampled tokens that a step reports: 2 MiB of log-probabilities and advantages."""
 
 
 def shown_groups(

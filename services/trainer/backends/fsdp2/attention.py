@@ -29,7 +29,7 @@ try:
 except ImportError:  # torch before 2.10
     GROUPED_HEADS: dict[str, Any] = {}
 else:
-    # Later releases have to be told that there are fewer key heads than query heads.
+    # Later releases need an argument if there are fewer key heads than query heads.
     GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 SEGMENTS, VARLEN = "millrace_segments", "millrace_varlen"
@@ -83,7 +83,7 @@ def model_inputs(
 
 
 def _packing(attention: str, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
-    """Arguments that tell where sequences begin; `sdpa` finds that in the positions."""
+    """Arguments with the beginnings of sequences; `sdpa` finds them in the positions."""
     if attention == SEGMENTS:
         return {"segments": Segments.of(batch.lengths, device)}
     if attention == VARLEN:

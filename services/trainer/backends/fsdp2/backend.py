@@ -232,7 +232,7 @@ class Fsdp2Backend(ShardedModel):
         return reason is None
 
     def _scored_alike(self) -> bool:
-        """Scores a few tokens in both ways: a model may change its logits in more ways than its config tells."""
+        """Scores a few tokens in both ways: a model may change its logits in more ways than its config says."""
         batch = MicroBatch((0,), (CHECKED,), (CHECKED - 1,), torch.arange(CHECKED))
         tokens = self._sequence.tokens(batch, self.device)
         with torch.no_grad(), self._without_dropout():

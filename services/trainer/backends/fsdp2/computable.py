@@ -1,8 +1,8 @@
 """Which architectures this backend computes correctly.
 
 Packed sequences must have the same results as each sequence alone, and training the same as the engine. Any other
-architecture would be trained as a different model, without an error. What is known of it by name is told by name; for
-everything else a tiny model of the same architecture is computed in both ways (`proof`)."""
+architecture would be trained as a different model, without an error. What is known of it by name is refused by name;
+for everything else a tiny model of the same architecture is computed in both ways (`proof`)."""
 
 from typing import Any
 

@@ -46,7 +46,7 @@ class HostAdamW:
             self._update(part, lr)
         self._steps += 1
         if any(weight.exp_avg.is_pinned() for weight in self._weights):
-            torch.cuda.synchronize()  # whoever reads the moments now, to save them, reads those of this update
+            torch.cuda.synchronize()  # a checkpoint that reads the moments now reads those of this update
 
     def zero_grad(self) -> None:
         for parameter in self._parameters.values():

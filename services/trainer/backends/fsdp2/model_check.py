@@ -1,4 +1,4 @@
-"""Whether this backend computes a job's model and its critic, told before a trainer loads them.
+"""Checks that this backend computes a job's model and its critic, before a trainer loads them.
 
 `python -m services.trainer.backends.fsdp2.model_check` reads a job spec as JSON on its standard input, builds the
 models from their configs without memory for weights, and prints `{"mistakes": [{field, reason, fix, value}, …]}`.

@@ -66,7 +66,7 @@ class DeviceAdamW:
 
 
 def _no_moments(parameter: Tensor, updates: int) -> dict[str, Tensor]:
-    """The state that AdamW keeps for a parameter after so many updates, with moments of 0."""
+    """The state that AdamW keeps for a parameter after this number of updates, with moments of 0."""
     step = torch.tensor(float(updates), dtype=torch.float32, device=parameter.device)
     return {"step": step, **{kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS}}
 

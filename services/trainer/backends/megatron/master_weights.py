@@ -201,7 +201,7 @@ def _count_steps(inner: torch.optim.Optimizer, updates: int) -> None:
 
 
 def _zero_moments(inner: torch.optim.Optimizer, parameter: Tensor, updates: int) -> None:
-    """Creates a parameter's moments, 0; with torch's Adam as after so many updates."""
+    """Creates a parameter's moments, 0; with torch's Adam as after this number of updates."""
     state = inner.state[parameter]
     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
     if isinstance(inner, torch.optim.AdamW):

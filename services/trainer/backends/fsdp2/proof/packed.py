@@ -32,7 +32,7 @@ GRADIENT_TOLERANCE = 1e-3
 NOTICEABLE = 100 * TOLERANCE
 """Least difference that the first token of a sequence has to make to those after it."""
 MOST_PARAMETERS = 50_000_000
-"""Of a tiny model. Usual are 1 to 10 million."""
+"""Most parameters of a tiny model. Most have 1 to 10 million."""
 FIRST_TOKEN = 10
 """Tokens before it are often special ones, with which models do special things."""
 CANNOT_RUN = (

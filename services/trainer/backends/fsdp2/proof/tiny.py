@@ -14,7 +14,7 @@ WINDOW = 8
 LAYERS = 2
 """Layers if the config does not list the kind of each."""
 MOST_FIRST_LAYERS = 4
-"""Where more of the first layers are needed to have one of each kind, others are taken out between."""
+"""Most first layers that are kept. If more are needed to have one of each kind, others between them are left out."""
 MIDDLE = 64
 """Largest width inside a feed-forward layer."""
 INSIDE = ("intermediate", "ffn", "n_inner", "d_ff")
