@@ -22,8 +22,10 @@ ifeq ($(strip $(UV_FIND_LINKS)),)
 export UV_TORCH_BACKEND ?= cpu
 endif
 
-# Hundreds of processes import torch: compiling its modules anew in each would take most of their time.
+# Hundreds of processes import torch: compiling its modules anew in each would take most of their time. The first ones
+# start at the same time, and each would compile the same modules.
 unexport PYTHONDONTWRITEBYTECODE
+COMPILED := torch transformers vllm openai megatron peft sympy
 
 # Nothing here looks for a display, a model hub or a place to report usage to.
 export HF_HUB_OFFLINE ?= 1
@@ -46,6 +48,7 @@ $(INSTALLED): pyproject.toml $(OVERRIDES)
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --override $(OVERRIDES) -e ".[$(EXTRAS)]" \
 		|| { echo "Where a build failed: some packages come as source and want gcc, g++ and Python's headers"; exit 1; }
+	$(BIN)/python -m compileall -qq -j 0 $(addprefix $(VENV)/lib/python3*/site-packages/,$(COMPILED)) || true
 	@touch $@
 
 demo: $(INSTALLED) ## a small model learns through all three services (BACKEND=megatron, DEMO="--seed 1 --replicas 2")

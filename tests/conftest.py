@@ -76,8 +76,12 @@ TOGETHER = {
     "e2e/test_recipes.py": "e2e/test_algorithms.py",
     "e2e/test_replay.py": "e2e/test_algorithms.py",
     "e2e/test_timeline.py": "e2e/test_algorithms.py",
+    "services/rollout/engines/test_hybrid.py": "services/rollout/engines/test_engines.py",
+    "services/rollout/engines/test_image_prompts.py": "services/rollout/engines/test_engines.py",
+    "services/rollout/engines/test_vllm_adapters.py": "services/rollout/engines/test_engines.py",
 }
-"""Files that share a session's fixture which takes long to make: file → the file with which it runs."""
+"""Files that share a session's fixture which takes long to make, or the server from which vLLM is forked: file → the
+file with which it runs."""
 STARTING = {"of_the_file", "ranks", "two_ranks", "whole", "start", "stack"}
 """Fixtures that start services or ranks. A test that uses one is slow."""
 

@@ -1,7 +1,7 @@
-"""Processes that are forked from a server which has imported torch and the services once.
+"""Processes that are forked from a server which has imported torch and the services once, or vLLM.
 
-Importing them takes each process three to five seconds of a core. A test of how a service is started starts it by its
-command instead.
+Importing the services takes each process three to five seconds of a core, and vLLM's core and worker twelve. A test of
+how a service is started starts it by its command instead.
 """
 
 import multiprocessing
@@ -10,8 +10,15 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, popen_forkserver
+from multiprocessing.context import SpawnContext
 from pathlib import Path
+from typing import Any
+
+from services.rollout.engines.vllm import environment
+from services.rollout.engines.vllm.processes import PRELOAD, ForkedProcess
 
 CONTEXT = multiprocessing.get_context("forkserver")
 """Starts processes as "spawn" does: nothing of the test's process is in them."""
@@ -64,3 +71,34 @@ def _run(module: str, arguments: tuple[str, ...], environment: dict[str, str], l
     os.environ.update(environment)
     sys.argv[1:] = arguments
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+class CoreProcess(ForkedProcess):
+    """The core of a vLLM engine that a test runs in its own process, forked as under a replica's launcher; the core's
+    workers are forked from the same server."""
+
+    _server = forkserver.ForkServer()  # another one than CONTEXT's: vLLM changes torch
+    _server.set_forkserver_preload([PRELOAD])
+    _lock = threading.Lock()
+
+    @classmethod
+    def _Popen(cls, process: Any) -> Any:
+        module: Any = forkserver
+        with cls._lock:
+            connect, module.connect_to_new_process = module.connect_to_new_process, cls._server.connect_to_new_process
+            try:
+                return popen_forkserver.Popen(process)
+            finally:
+                module.connect_to_new_process = connect
+
+
+def fork_vllm() -> None:
+    """From now on engines of this process fork their processes. Without it they spawn them, as without a launcher:
+    tests/e2e/test_elastic.py has a replica that does."""
+
+    def take_over_spawn() -> None:
+        context: Any = SpawnContext
+        context.Process = CoreProcess
+
+    module: Any = environment
+    module.take_over_spawn = take_over_spawn

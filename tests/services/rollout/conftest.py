@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.forked import fork_vllm
 from tests.models import save_tiny_model
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -15,6 +16,11 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 def one_thread() -> None:
     """Tiny models on a busy host: threads that wait for each other cost more than they bring."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked() -> None:
+    fork_vllm()
 
 
 @pytest.fixture(scope="session")
