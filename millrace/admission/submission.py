@@ -40,6 +40,7 @@ from millrace.spec.schedule import Webhook
 from millrace.spec.trainer import ROLES
 from millrace.trackers import check_trackers
 from millrace.validation.mistakes import options as checked_options
+from millrace.validation.object_stores import check_store
 from millrace.validation.roots import ROOTS, lies_below, roots
 from millrace.validation.secrets import secret_of_job
 from millrace.validation.urls import check_of_job
@@ -274,6 +275,8 @@ def _rest(spec: JobSpec) -> Iterator[Mistake]:
     yield from _attempt(check_trackers, spec.tracking.trackers)
     if spec.tracking.api_key is not None:
         yield from _attempt(secret_of_job, spec.tracking.api_key, "tracking.api_key")
+    if spec.schedule.checkpoint_store is not None:
+        yield from _attempt(check_store, spec.schedule.checkpoint_store)
     for number, webhook in enumerate(spec.webhooks):
         yield from _attempt(check_webhook, webhook, f"webhooks.{number}")
     yield from _attempt(_output, Path(spec.output))

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validat
 
 from millrace.events.job import (
     CheckpointBest,
+    CheckpointCopied,
+    CheckpointCopyFailed,
     CheckpointFailed,
     CheckpointSaved,
     DataOpened,
@@ -62,6 +64,8 @@ from millrace.events.training import (
 __all__ = [
     "MEMBERS_TOLD",
     "CheckpointBest",
+    "CheckpointCopied",
+    "CheckpointCopyFailed",
     "CheckpointFailed",
     "CheckpointSaved",
     "DataOpened",
@@ -143,6 +147,8 @@ Payload = (
     | CheckpointSaved
     | CheckpointBest
     | CheckpointFailed
+    | CheckpointCopied
+    | CheckpointCopyFailed
     | TrackerFailed
     | ReportFailed
     | WebhookFailed

@@ -81,6 +81,24 @@ class CheckpointFailed(EventData):
     path: str
 
 
+class CheckpointCopied(EventData):
+    """A checkpoint is in the object store too, whole."""
+
+    kind: Literal[EventKind.CHECKPOINT_COPIED] = EventKind.CHECKPOINT_COPIED
+    step: int
+    url: str
+    bytes: int
+    seconds: Figure
+
+
+class CheckpointCopyFailed(EventData):
+    """A checkpoint could not be copied to the object store; it is on the disk."""
+
+    kind: Literal[EventKind.CHECKPOINT_COPY_FAILED] = EventKind.CHECKPOINT_COPY_FAILED
+    step: int
+    store: str
+
+
 class TrackerFailed(EventData):
     """An experiment tracker failed or did not answer."""
 

@@ -34,6 +34,8 @@ class EventKind(StrEnum):
     CHECKPOINT_SAVED = "checkpoint.saved"
     CHECKPOINT_BEST = "checkpoint.best"
     CHECKPOINT_FAILED = "checkpoint.failed"
+    CHECKPOINT_COPIED = "checkpoint.copied"
+    CHECKPOINT_COPY_FAILED = "checkpoint.copy_failed"
     TRACKER_FAILED = "tracker.failed"
     REPORT_FAILED = "report.failed"
     WEBHOOK_FAILED = "webhook.failed"

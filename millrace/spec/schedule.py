@@ -63,6 +63,10 @@ class Schedule(StrictModel):
     keep_checkpoints_days: float | None = Field(None, ge=0.001, le=100_000.0)
     """Days after which a checkpoint is deleted although it is one of the newest, as soon as there is a newer one; null:
     only their number counts."""
+    checkpoint_store: str | None = Field(None, max_length=1024, examples=["s3://checkpoints/team"])
+    """URL of an object store (s3://, gs://, abfs://, file://), below one of MILLRACE_CHECKPOINT_STORES. The coordinator
+    copies each checkpoint there as {id}/step-N, with its own rights, and removes the copy with the checkpoint. A job
+    that continues without the folder fetches it. null: none is copied."""
     keep_best: str | None = None
     """Step metric by which the best checkpoint is kept in addition to the newest, the one with the largest value, as
     evaluation/held_out; with - before its name the one with the smallest. `checkpoints/best` is a link to it. A

@@ -28,6 +28,22 @@ export interface CheckpointBest {
   value: number | string;
 }
 
+/** A checkpoint is in the object store too, whole. */
+export interface CheckpointCopied {
+  kind: "checkpoint.copied";
+  step: number;
+  url: string;
+  bytes: number;
+  seconds: number | string;
+}
+
+/** A checkpoint could not be copied to the object store; it is on the disk. */
+export interface CheckpointCopyFailed {
+  kind: "checkpoint.copy_failed";
+  step: number;
+  store: string;
+}
+
 /** A checkpoint could not be written; the one before stays the newest. */
 export interface CheckpointFailed {
   kind: "checkpoint.failed";
@@ -88,11 +104,11 @@ export interface Event {
   id: string;
   time_s: number;
   message: string;
-  data: JobMoved | JobWaiting | JobRewound | JobStopping | DataOpened | TrainerConfiguring | TrainerConfigured | TrainerLost | TrainerOutOfMemory | MemberJoined | MemberConfigured | MemberFailed | MemberJoining | MemberOut | MemberDied | ReplicasScaled | PromptDropped | LeaseExpired | GroupStale | GroupDropped | StepDone | TrainingWarning | PublicationDone | PublicationFailed | EvaluationDone | CheckpointSaved | CheckpointBest | CheckpointFailed | TrackerFailed | ReportFailed | WebhookFailed | OtherRelease;
+  data: JobMoved | JobWaiting | JobRewound | JobStopping | DataOpened | TrainerConfiguring | TrainerConfigured | TrainerLost | TrainerOutOfMemory | MemberJoined | MemberConfigured | MemberFailed | MemberJoining | MemberOut | MemberDied | ReplicasScaled | PromptDropped | LeaseExpired | GroupStale | GroupDropped | StepDone | TrainingWarning | PublicationDone | PublicationFailed | EvaluationDone | CheckpointSaved | CheckpointBest | CheckpointFailed | CheckpointCopied | CheckpointCopyFailed | TrackerFailed | ReportFailed | WebhookFailed | OtherRelease;
   kind: EventKind | string;
 }
 
-export type EventKind = "job.state" | "job.waiting" | "job.rewound" | "job.stopping" | "data.opened" | "trainer.configuring" | "trainer.configured" | "trainer.lost" | "trainer.out_of_memory" | "member.joined" | "member.configured" | "member.failed" | "member.joining" | "member.out" | "member.died" | "replicas.scaled" | "prompt.dropped" | "lease.expired" | "group.stale" | "group.dropped" | "step.done" | "training.warning" | "publication.done" | "publication.failed" | "evaluation.done" | "checkpoint.saved" | "checkpoint.best" | "checkpoint.failed" | "tracker.failed" | "report.failed" | "webhook.failed";
+export type EventKind = "job.state" | "job.waiting" | "job.rewound" | "job.stopping" | "data.opened" | "trainer.configuring" | "trainer.configured" | "trainer.lost" | "trainer.out_of_memory" | "member.joined" | "member.configured" | "member.failed" | "member.joining" | "member.out" | "member.died" | "replicas.scaled" | "prompt.dropped" | "lease.expired" | "group.stale" | "group.dropped" | "step.done" | "training.warning" | "publication.done" | "publication.failed" | "evaluation.done" | "checkpoint.saved" | "checkpoint.best" | "checkpoint.failed" | "checkpoint.copied" | "checkpoint.copy_failed" | "tracker.failed" | "report.failed" | "webhook.failed";
 
 /** A number that speaks for a finding. */
 export interface FigureView {

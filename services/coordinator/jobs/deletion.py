@@ -14,6 +14,7 @@ from millrace.errors import InvalidState, MillraceError, NotFound
 from millrace.ids import JobId
 from millrace.rest import DeletedView, JobState
 from millrace.validation.kinds import leaves
+from services.coordinator.stages.checkpoint_copies import remove_copy
 from services.coordinator.state.job import ACTIVE, ENDED, JobRecord
 from services.coordinator.store import Store, StoreDown
 
@@ -46,7 +47,8 @@ class Deletion:
         """Deletes everything that Redis holds of a job, and its checkpoints if asked to. Checkpoints go first: if
         one cannot be deleted the job stays, and the call may be repeated.
 
-        Raises NotFound, and InvalidState for a job that has not ended, or whose checkpoints another job needs.
+        Raises NotFound, and InvalidState for a job that has not ended, or whose checkpoints another job needs;
+        CopyFailed where a copy in an object store cannot be removed.
         """
         async with self._lock:
             job = await self._store.jobs.get(job_id)
@@ -96,7 +98,9 @@ class Deletion:
     async def _delete_checkpoints(self, job: JobRecord) -> list[str]:
         """Deletes the folders of all checkpoints that are recorded, and no others. Raises InvalidState."""
         cuts = await self._store.records(job.id).checkpoints()
-        paths = [str(cut["path"]) for cut in cuts.values()]
+        paths, store = [str(cut["path"]) for cut in cuts.values()], _store_of(job)
+        for step in cuts:
+            await remove_copy(store, job.id, step)
         if paths:
             await self._check_unused(job, Path(paths[0]).parent)
         for path in paths:
@@ -121,6 +125,11 @@ class Deletion:
                         f"{job.id} was not deleted: {other.named_for(job)} is {other.state} and uses its checkpoints."
                     )
                     raise InvalidState(what, "wait until that has ended, or delete the job without its checkpoints.")
+
+
+def _store_of(job: JobRecord) -> str | None:
+    """The object store with copies of the job's checkpoints. The spec may be of another release."""
+    return (json.loads(job.spec_json).get("schedule") or {}).get("checkpoint_store")
 
 
 def _texts(tree: object) -> Iterator[str]:

@@ -24,6 +24,7 @@ from millrace.telemetry.spans.recorder import RECORDER
 from services.coordinator.fleet.trainer import TrainerLost
 from services.coordinator.jobs.loop import train
 from services.coordinator.stages.checkpoint import recover
+from services.coordinator.stages.checkpoint_copies import copies_done
 from services.coordinator.stages.report import report
 from services.coordinator.stages.run import Cancelled, Components, Run
 from services.coordinator.state.bell import waited
@@ -139,7 +140,7 @@ class Runner:
                 if task.done():
                     task.result()
         finally:
-            begun = [loop, joining, *([run.saving] if run.saving is not None else [])]
+            begun = [loop, joining, *(each for each in (run.saving, run.copying) if each is not None)]
             for each in begun:
                 each.cancel()
             await asyncio.gather(*begun, return_exceptions=True)
@@ -182,6 +183,7 @@ class Runner:
             await run.evaluation.forget()
             with contextlib.suppress(TrainerLost):
                 await recover(run)
+            await copies_done(run)
             await run.refresh()
             await report(run, state, message)
         now = time.time()

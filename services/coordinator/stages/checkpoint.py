@@ -21,6 +21,7 @@ from millrace.contracts.methods import TrainerRpc
 from millrace.contracts.v1 import trainer_pb2
 from millrace.errors import InvalidState, MillraceError, NotFound
 from millrace.telemetry.spans.kinds import SpanKind
+from services.coordinator.stages.checkpoint_copies import begin_copy, remove_copy
 from services.coordinator.stages.run import Run
 from services.coordinator.stages.spans import traced
 
@@ -71,6 +72,7 @@ async def recover(run: Run) -> None:
     except SaveFailed as error:
         log.warning("a checkpoint was lost", job=run.job.id, error=str(error))
     await run.refresh()
+    begin_copy(run)
 
 
 async def _begin(run: Run) -> None:
@@ -117,6 +119,7 @@ async def _finish(run: Run) -> float | None:
         raise await _failed(run, cut, str(error)) from error
     await run.records.add_checkpoint(cut["step"], cut)
     await run.records.set_note(NOTE, None)
+    begin_copy(run)
     await _prune(run)
     message, data = (
         f"checkpoint of step {cut['step']} in {cut['path']}",
@@ -211,4 +214,8 @@ async def _prune(run: Run) -> None:
             pass
         except OSError as error:
             log.warning("an old checkpoint could not be removed", path=kept[step]["path"], error=str(error))
+        try:
+            await remove_copy(schedule.checkpoint_store, run.job.id, step)
+        except MillraceError as error:
+            log.warning("an old copy of a checkpoint could not be removed", step=step, error=str(error))
         await run.records.remove_checkpoint(step)

@@ -16,6 +16,7 @@ from millrace.rest import JobState
 from millrace.spec.passes import why_not_streaming
 from millrace.telemetry.spans.kinds import SpanKind
 from services.coordinator.stages.checkpoint import recover
+from services.coordinator.stages.checkpoint_copies import fetch_missing
 from services.coordinator.stages.issue import issue
 from services.coordinator.stages.run import LOOK_EVERY_S, Run
 from services.coordinator.stages.spans import traced
@@ -76,6 +77,7 @@ async def _load(run: Run) -> Version:
         return Version(status.version)
     source = f"checkpoint {job.checkpoint}" if job.checkpoint else run.spec.model.path
     await run.tell(events.TrainerConfiguring(member=trainer.member.id), f"{trainer.member.id} loads {source}")
+    await fetch_missing(run)
     configuration = secrets.token_hex(8)
     await run.components.store.jobs.update(job.id, configuration=configuration)
     request = trainer_pb2.ConfigureTrainerRequest(

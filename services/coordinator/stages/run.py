@@ -91,6 +91,8 @@ class Run:
         )
         self.saving: asyncio.Task[float | None] | None = None
         """Waits for the checkpoint that the trainer is writing."""
+        self.copying: asyncio.Task[None] | None = None
+        """Copies the newest checkpoint to the object store, after the one before."""
         self.trackers: list[Tracker] | None = None
         """Opened when the first row is sent."""
         self.microbatches_at_once = 0

@@ -194,7 +194,9 @@ def test_old_checkpoints_are_removed_but_for_the_newest(
             saved = {} if age is None else {"saved_s": time.time() - age * 86400}
             await records.add_checkpoint(step, {"path": str(path), **saved})
         run: Any = SimpleNamespace(
-            records=records, spec=SimpleNamespace(schedule=Schedule(keep_checkpoints=9, keep_checkpoints_days=days))
+            job=a_job(),
+            records=records,
+            spec=SimpleNamespace(schedule=Schedule(keep_checkpoints=9, keep_checkpoints_days=days)),
         )
         await _prune(run)
         assert [*await records.checkpoints()] == kept
