@@ -54,33 +54,33 @@ def _main(groups: Mapping[str, Sequence[str]], first: str) -> None:
             importlib.import_module(first)
     signal.alarm(0)
     waiting, running = list(groups.items()), dict[int, tuple[str, IO[str]]]()
-    said: IO[str]
+    output: IO[str]
     while waiting or running:
         while waiting and len(running) < AT_A_TIME:
             name, modules = waiting.pop(0)
-            said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until the process has ended
+            output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until the process has ended
             if (process := os.fork()) == 0:
-                _attempt(modules, said)
-            running[process] = name, said
+                _attempt(modules, output)
+            running[process] = name, output
         ended, status = os.wait()
         if ended in running:
-            name, said = running.pop(ended)
-            with said:
-                said.seek(0)
+            name, output = running.pop(ended)
+            with output:
+                output.seek(0)
                 code = os.waitstatus_to_exitcode(status)
-                failure = said.read() or (f"importing it {_ended(code)}" if code else "")
+                failure = output.read() or (f"importing it {_ended(code)}" if code else "")
             print(json.dumps([name, failure]), file=answers, flush=True)
 
 
-def _attempt(modules: Sequence[str], said: IO[str]) -> NoReturn:
+def _attempt(modules: Sequence[str], output: IO[str]) -> NoReturn:
     """Imports the modules, writes the last line of the error, and ends the process."""
     signal.alarm(TIMEOUT_S)
     try:
         for name in modules:
             importlib.import_module(name)
     except BaseException as error:  # a module may also raise SystemExit
-        said.write("".join(traceback.format_exception_only(error)).strip().rpartition("\n")[2])
-        said.flush()
+        output.write("".join(traceback.format_exception_only(error)).strip().rpartition("\n")[2])
+        output.flush()
         os._exit(1)
     os._exit(0)
 

@@ -260,8 +260,8 @@ def _pools(spec: JobSpec, named_spec: JobSpec) -> Iterator[Mistake]:
     longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
     for number, (pool, named) in enumerate(zip(spec.pools, named_spec.pools, strict=True)):
         for task in spec.pool_tasks(pool.name):
-            told = f"pools.{number}.path"
-            yield from _attempt(check_pool, spec.model.path, pool, task, told, longest=longest, weights=named == pool)
+            field = f"pools.{number}.path"
+            yield from _attempt(check_pool, spec.model.path, pool, task, field, longest=longest, weights=named == pool)
 
 
 def _rest(spec: JobSpec) -> Iterator[Mistake]:

@@ -285,7 +285,7 @@ def drain(member: MemberName, url: Url = None, as_json: AsJson = False) -> None:
     print_json(drained) if as_json else people().print(f"{drained.id}  {styled(drained.state)}")
 
 
-webhooks = typer.Typer(no_args_is_help=True, help="Webhooks, by which people are told how jobs end.")
+webhooks = typer.Typer(no_args_is_help=True, help="Webhooks: messages about how jobs end.")
 
 
 @webhooks.callback()
@@ -308,6 +308,6 @@ def test_webhooks(
         print_json(found)
     else:
         for each in found:
-            told = "delivered" if each.delivered else f"not delivered: {each.reason}"
-            people().print(f"{each.field}: {told}", style="" if each.delivered else "red", markup=False)
+            outcome = "delivered" if each.delivered else f"not delivered: {each.reason}"
+            people().print(f"{each.field}: {outcome}", style="" if each.delivered else "red", markup=False)
     raise typer.Exit(0 if all(each.delivered for each in found) else 1)

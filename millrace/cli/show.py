@@ -177,16 +177,16 @@ def lines(found: DiagnosisView) -> list[str]:
     """What a step was spent on, with rich's markup."""
     if found.step_s <= 0:
         return ["No step is trained yet."]
-    said = [f"Steps {found.from_step} to {found.to_step}: {found.step_s:.3g} s a step."]
+    shown = [f"Steps {found.from_step} to {found.to_step}: {found.step_s:.3g} s a step."]
     if not found.from_spans:
-        said.append("[dim]No spans of these steps are kept: judged from step metrics alone.[/]")
+        shown.append("[dim]No spans of these steps are kept: judged from step metrics alone.[/]")
     spent = sorted(found.loop_s.items(), key=lambda part: -part[1])
     parts = ", ".join(f"{cause.replace('_', ' ')} {100 * s / found.step_s:.0f} %" for cause, s in spent)
-    said.append(f"[dim]The loop was at: {parts}[/]")
+    shown.append(f"[dim]The loop was at: {parts}[/]")
     if found.bottleneck is None:
-        said.append("Nothing slows the job down much.")
-    said += forecasts(found)
-    return said
+        shown.append("Nothing slows the job down much.")
+    shown += forecasts(found)
+    return shown
 
 
 def forecasts(found: DiagnosisView) -> Iterator[str]:

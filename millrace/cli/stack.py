@@ -11,7 +11,7 @@ from millrace.errors import InvalidState
 from millrace.local.child_processes import watchdog
 from millrace.local.host import free_port
 from millrace.local.options import StackOptions, pythons
-from millrace.local.state_folder import is_running, span, told
+from millrace.local.state_folder import is_running, read_state, span
 from millrace.local.state_folder import scale as ask_for
 
 MOST_REPLICAS = 64
@@ -91,7 +91,7 @@ def scale(
     A new replica gets the weights from a sibling. One that is superfluous finishes the leases that it has and leaves;
     those with the highest numbers go. Each GPU has one replica, unless the stack was started with --share-gpus.
     """
-    if is_running(state) and (between := told(state).get("autoscale")):
+    if is_running(state) and (between := read_state(state).get("autoscale")):
         what = f"the stack on {state} scales its replicas itself, between {between}."
         raise InvalidState(what, f"stop it, and start it with --replicas {replicas}.")
     changed = ask_for(state.resolve(), replicas)

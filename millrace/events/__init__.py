@@ -45,7 +45,7 @@ from millrace.events.members import (
     TrainerOutOfMemory,
 )
 from millrace.events.training import (
-    MEMBERS_TOLD,
+    MEMBERS_LISTED,
     EvaluationDone,
     GroupDropped,
     GroupStale,
@@ -62,7 +62,7 @@ from millrace.events.training import (
 )
 
 __all__ = [
-    "MEMBERS_TOLD",
+    "MEMBERS_LISTED",
     "CheckpointBest",
     "CheckpointCopied",
     "CheckpointCopyFailed",

@@ -30,7 +30,7 @@ class TrainerConfigured(EventData):
     )
     whole_steps: str = Field(
         "",
-        description="Why it gets all groups of a step at once; empty where it gets them as they are completed "
+        description="Why it gets all groups of a step at once; empty if it gets them as they are completed "
         "(`trainer.streaming`).",
     )
 

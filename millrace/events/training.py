@@ -108,7 +108,7 @@ class MemberTransfer(BaseModel):
     )
 
 
-MEMBERS_TOLD = 32
+MEMBERS_LISTED = 32
 """Members that the event of a publication lists at most."""
 
 

@@ -57,7 +57,7 @@ def short_sockets() -> Path:
     """Puts the sockets of multiprocessing (the fork server's too) and of vLLM into a short and private folder, also for
     all processes that this one starts. Returns the folder. It is removed when this process exits."""
     with short_temporary_folder():
-        folder = multiprocessing.util.get_temp_dir()  # made once, and told to the processes that are started
+        folder = multiprocessing.util.get_temp_dir()  # made once, and passed to the processes that are started
     os.environ.setdefault("VLLM_RPC_BASE_PATH", folder)
     return Path(folder)
 

@@ -107,7 +107,7 @@ class Launcher:
         try:
             for process in self._running:
                 process.start()
-            if self._stopping:  # told while they were started
+            if self._stopping:  # asked to while they were started
                 self._pass_on()
             left = {process.sentinel: process for process in self._running}
             while left:

@@ -48,7 +48,7 @@ class Restarts:
         return sum(not joined for _, joined in self._when)
 
     @property
-    def told(self) -> str:
+    def last_restart(self) -> str:
         """The last restart, for people."""
         if self._when and self._when[-1][1]:
             return f"{len(self._when)} times in {self.window_s / 60:g} min"

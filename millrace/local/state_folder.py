@@ -84,7 +84,7 @@ def scale(folder: Path, replicas: int) -> list[str]:
     scratch.write_text(json.dumps(asdict(request)))
     scratch.replace(folder / REQUEST)
     deadline = time.monotonic() + ANSWER_S
-    while (answer := told(folder).get("scale", {})).get("key") != request.key:
+    while (answer := read_state(folder).get("scale", {})).get("key") != request.key:
         if time.monotonic() > deadline:
             what = f"the supervisor of the stack on {folder} has not answered for {ANSWER_S:g} s."
             raise Unavailable(what, "look at its console.")
@@ -94,7 +94,7 @@ def scale(folder: Path, replicas: int) -> list[str]:
     return list(answer["changed"])
 
 
-def told(folder: Path) -> dict[str, Any]:
+def read_state(folder: Path) -> dict[str, Any]:
     """What the supervisor wrote last."""
     state: dict[str, Any] = json.loads((folder / STATE).read_text())
     return state

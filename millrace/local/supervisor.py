@@ -137,15 +137,15 @@ class Supervisor:
             self.kept.discard(service.name)
 
     async def _keep(self, service: Service) -> None:
-        restarts, told = Restarts(), False
+        restarts, asked = Restarts(), False
         while not self.stopping.is_set() and service.name not in self.leaving:
             started_s = time.monotonic()
             process = self.start(service)
             while process.poll() is None:
                 if self.stopping.is_set():
                     return
-                if service.name in self.leaving and not told:
-                    told = True
+                if service.name in self.leaving and not asked:
+                    asked = True
                     process.terminate()
                 if not service.vital and self.stands_still(service):
                     say("millrace", f"{service.name} has not sent a heartbeat for {SILENT_S:g} s and is killed.")
@@ -156,7 +156,7 @@ class Supervisor:
                 await asyncio.sleep(LOOK_S)
             del self.running[service.name]
             self.clear_orphans()
-            if told:
+            if asked:
                 self.write_state()
                 say("millrace", f"{service.name} has drained and left.")
                 return
@@ -232,7 +232,7 @@ class Supervisor:
     ) -> None:
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         then = (
-            f"it is started again in {wait_s:g} s ({restarts.told})"
+            f"it is started again in {wait_s:g} s ({restarts.last_restart})"
             if wait_s is not None
             else f"it died {restarts.limit + 1} times and is not started again"
         )

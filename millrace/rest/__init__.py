@@ -138,7 +138,7 @@ class JobSummary(BaseModel):
     finished_s: float | None = Field(None, description="Unix time of the end.")
     tags: list[str] = Field([], description="Words by which the job is found again, as they are now.")
     notes: str = Field("", description="What people noted about the job.")
-    user: str = Field("", description="Who submitted it; empty where that was without a token.")
+    user: str = Field("", description="Who submitted it; empty if that was without a token.")
     checkpoint: str | None = Field(None, description="Folder of the last checkpoint.")
     report: str | None = Field(None, description="Path of the report that a finished job leaves in its output folder.")
     failure: str | None = Field(None, description="Why the job failed.")
@@ -156,7 +156,7 @@ class JobView(JobSummary):
 
     whole_steps: str = Field(
         "",
-        description="Why the trainer gets all groups of a step at once; empty where it gets them as they are completed "
+        description="Why the trainer gets all groups of a step at once; empty if it gets them as they are completed "
         "(`trainer.streaming`), and before it has loaded the job.",
     )
     spec: dict[str, Any] = Field(description="The job spec with all defaults, as the release that took it wrote it.")
@@ -212,10 +212,10 @@ class ValidationView(BaseModel):
     """Whether a job spec can be submitted."""
 
     valid: bool
-    spec: SpecView | None = Field(description="The spec as it would be stored; null where it is not valid.")
+    spec: SpecView | None = Field(description="The spec as it would be stored; null if it is not valid.")
     mistakes: list[Mistake] = Field(description="Everything that is wrong in it.")
-    detail: str = Field(description="For people: what is wrong; empty where it is valid.")
-    fix: str = Field(description="What to do next; empty where `detail` or `mistakes` say it.")
+    detail: str = Field(description="For people: what is wrong; empty if it is valid.")
+    fix: str = Field(description="What to do next; empty if `detail` or `mistakes` say it.")
     advice: list[Mistake] = Field([], description="Fields of a valid spec with a likely better value.")
 
 
@@ -224,7 +224,7 @@ class MetricView(BaseModel):
 
     key: str
     section: str = Field(description="Heading of its section in docs/metrics.md.")
-    unit: str = Field(description="Empty where this release does not declare the metric.")
+    unit: str = Field(description="Empty if this release does not declare the metric.")
     meaning: str = Field(description="One sentence in Markdown.")
 
 
@@ -232,7 +232,7 @@ class BandView(BaseModel):
     """One metric at each point of a curve; null if no step of the point has it."""
 
     mean: list[Figure | None]
-    least: list[Figure | None] = Field(description="Least value of the point's steps; empty where each has one step.")
+    least: list[Figure | None] = Field(description="Least value of the point's steps; empty if each has one step.")
     greatest: list[Figure | None] = Field(description="As `least`.")
 
 
@@ -293,15 +293,15 @@ class SampleView(BaseModel):
     member: str = Field(description="Id of the replica that generated the answer.")
     sampled_tokens: int | None = Field(None, description="Tokens that the policy sampled; null in older samples.")
     episode: int = Field(0, description="The prompt's episode that the trajectory belongs to, counted from 0.")
-    turns: list[TurnView] = Field([], description="The turns; none where the answer is one turn.")
+    turns: list[TurnView] = Field([], description="The turns; none if the answer is one turn.")
     data_source: str = Field("", description="`data_source` of the prompt's row; empty in older samples.")
     details: dict[str, Any] = Field({}, description="What the reward function returned besides the score.")
-    record: str = Field("", description="Names the record of the group's tokens; empty where none was kept.")
+    record: str = Field("", description="Names the record of the group's tokens; empty if none was kept.")
     metadata: dict[str, Any] = Field({}, description="What else the environment said of the trajectory.")
     advantage: float | None = Field(
         None,
-        description="Mean over the sampled tokens of the advantage that the policy loss read; null where the trainer"
-        " told none.",
+        description="Mean over the sampled tokens of the advantage that the policy loss read; null if the trainer"
+        " reported none.",
     )
 
 
@@ -332,20 +332,22 @@ class TokensView(BaseModel):
     prompt_tokens: int = Field(description="How many of the tokens are the prompt's.")
     ids: list[int]
     texts: list[str] | None = Field(
-        description="Text of each token; null where the coordinator's host does not have the tokenizer. A character of"
+        description="Text of each token; null if the coordinator's host does not have the tokenizer. A character of"
         " several tokens is the text of the last of them."
     )
-    logprobs: list[Figure | None] = Field(description="Of each sampled token under the engine, in nats; null: given.")
+    logprobs: list[Figure | None] = Field(
+        description="Log-probability of each sampled token under the engine, nats; null: given."
+    )
     versions: list[int | None] = Field(description="Weight version that sampled each token; null: given.")
     trainer_logprobs: list[Figure | None] = Field(
         [],
-        description="Of each sampled token under the weights that its step began with, in nats, as the losses read"
-        " them; null: given. Empty where the trainer told none.",
+        description="Log-probability of each sampled token under the weights that its step began with, nats, as the"
+        " losses read them; null: given. Empty if the trainer reported none.",
     )
     advantages: list[Figure | None] = Field(
         [],
-        description="Of each sampled token, as the policy loss read it; null: given. Empty where the trainer told"
-        " none.",
+        description="Advantage of each sampled token, as the policy loss read it; null: given. Empty if the trainer"
+        " reported none.",
     )
 
 
@@ -394,5 +396,5 @@ class Problem(BaseModel):
     title: str
     status: int
     detail: str
-    fix: str = Field(description="What to do next; empty where every line of `detail` says it.")
+    fix: str = Field(description="What to do next; empty if every line of `detail` says it.")
     mistakes: list[Mistake] = Field(default=[], description="Everything that is wrong in the request.")

@@ -47,7 +47,7 @@ class FigureView(BaseModel):
 class ChangeView(BaseModel):
     """What may help."""
 
-    setting: str = Field(description="A field of the job's spec; empty where it is none of the job's.")
+    setting: str = Field(description="A field of the job's spec; empty if it is none of the job's.")
     advice: str
 
 

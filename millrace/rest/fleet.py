@@ -73,7 +73,7 @@ class MemberView(BaseModel):
         None, description="Part of the engine's cache that running requests hold, 0 to 1; null: not known."
     )
     hosts: list[HostView] = Field([], description="Memory of its hosts; of a replica on several hosts the leader's.")
-    gpus: list[GpuView] = Field([], description="Its GPUs; empty where there are none or NVML does not tell.")
+    gpus: list[GpuView] = Field([], description="Its GPUs; empty if there are none or NVML does not tell.")
     silent_s: float = Field(description="Seconds since its last heartbeat, request or answer.")
     trouble: str = Field("", description="Why it could not be configured for the job.")
     gone: str = Field("", description="Why it is lost or has left.")

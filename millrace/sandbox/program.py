@@ -72,7 +72,7 @@ class Ended:
     """What it printed on its standard output, up to the limit."""
     errors: str
     """The end of what it printed on its standard error."""
-    told: str
+    report: str
     """What it wrote to descriptor 3."""
     seconds: float
 

@@ -27,7 +27,7 @@ from millrace.sandbox.view import interpreter
 READ = 1 << 16
 LONGEST_ERRORS = 2000
 """Characters of standard error that are kept, from its end."""
-LONGEST_TOLD = 4 << 20
+LONGEST_REPORT = 4 << 20
 """Bytes that a program may write to descriptor 3."""
 ENVIRONMENT = {
     "HOME": "/tmp",
@@ -103,19 +103,19 @@ class _Inside:
             self._become(program["code"], (given, *(written for _, written in pipes)), timeout_s)
         for descriptor in (given, *(written for _, written in pipes)):
             os.close(descriptor)
-        output, errors, told = (_Pipe(read) for read, _ in pipes)
-        output.most, told.most = self._room.output_bytes, LONGEST_TOLD
+        output, errors, report = (_Pipe(read) for read, _ in pipes)
+        output.most, report.most = self._room.output_bytes, LONGEST_REPORT
         meter = census.Meter(self._room.memory_mb, self._room.processes, own_tree=True, own_segments=True)
-        verdict = _watch(pid, meter, (output, errors, told), begun + timeout_s)
+        verdict = _watch(pid, meter, (output, errors, report), begun + timeout_s)
         seconds = time.monotonic() - begun
         _kill_all()
-        for pipe in (output, errors, told):
+        for pipe in (output, errors, report):
             os.close(pipe.descriptor)
         return {
             "verdict": asdict(verdict),
             "output": output.text(),
             "errors": errors.text()[-LONGEST_ERRORS:],
-            "told": told.text(),
+            "report": report.text(),
             "seconds": seconds,
         }
 

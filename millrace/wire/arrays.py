@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from millrace.contracts.v1 import common_pb2
 
-NOT_TOLD = -1
+NOT_REPORTED = -1
 """Stands for an expert of a token for which the engine reported no routing."""
 
 
@@ -51,20 +51,20 @@ def pack_experts(chosen_tlk: NDArray[np.integer]) -> common_pb2.Experts:
     return common_pb2.Experts(chosen=chosen, layers=layers, per_token=per_token, wide=wide)
 
 
-def told_experts(experts: common_pb2.Experts) -> NDArray[np.integer]:
+def reported_experts(experts: common_pb2.Experts) -> NDArray[np.integer]:
     """[tokens, layers, experts per token], as `pack_experts` took them, read-only. Raises ValueError."""
     shape = (-1, experts.layers, experts.per_token)
     return np.frombuffer(experts.chosen, dtype="<u2" if experts.wide else "u1").reshape(shape)
 
 
 def unpack_experts(experts: common_pb2.Experts, tokens: int) -> NDArray[np.int16]:
-    """int16 [tokens, layers, experts per token]; NOT_TOLD for tokens at the end that the engine did not report. Raises
-    ValueError if `experts` are of more than `tokens` tokens."""
-    told = told_experts(experts)
-    if len(told) > tokens:
-        raise ValueError(f"the engine reported experts of {len(told)} tokens, of {tokens}")
-    whole = np.full((tokens, *told.shape[1:]), NOT_TOLD, np.int16)
-    whole[: len(told)] = told
+    """int16 [tokens, layers, experts per token]; NOT_REPORTED for tokens at the end that the engine did not report.
+    Raises ValueError if `experts` are of more than `tokens` tokens."""
+    reported = reported_experts(experts)
+    if len(reported) > tokens:
+        raise ValueError(f"the engine reported experts of {len(reported)} tokens, of {tokens}")
+    whole = np.full((tokens, *reported.shape[1:]), NOT_REPORTED, np.int16)
+    whole[: len(reported)] = reported
     return whole
 
 

@@ -125,7 +125,7 @@ class Membership:
         try:
             await self._coordinator.call(method, request)
         except MillraceError as error:
-            log.info("the coordinator was not told", method=method.name, error=str(error))
+            log.info("the coordinator did not get the message", method=method.name, error=str(error))
 
 
 def note_drained() -> None:

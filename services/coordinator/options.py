@@ -51,7 +51,7 @@ WebhookOption = Annotated[
     typer.Option(
         envvar="MILLRACE_WEBHOOK",
         metavar="URL",
-        help="Is told how jobs end, and that one stands still: a URL, or env:NAME or file:/path of it.",
+        help="Gets a message when a job ends or stands still: a URL, or env:NAME or file:/path of it.",
     ),
 ]
 WebhookKeyOption = Annotated[
@@ -63,7 +63,7 @@ WebhookKeyOption = Annotated[
 StalledOption = Annotated[
     float,
     typer.Option(
-        envvar="MILLRACE_STALLED_AFTER_S", help="Seconds without a step after which --webhook is told.", min=1.0
+        envvar="MILLRACE_STALLED_AFTER_S", help="Seconds without a step after which --webhook gets a message.", min=1.0
     ),
 ]
 LeaseOption = Annotated[

@@ -147,11 +147,11 @@ def _by_job(refs: Sequence[work_pb2.LeaseRef]) -> dict[JobId, list[LeaseRef]]:
     return parts
 
 
-def _parts(job_id: JobId, told: Sequence[work_pb2.LeaseParts]) -> dict[LeaseRef, bytes]:
+def _parts(job_id: JobId, reported: Sequence[work_pb2.LeaseParts]) -> dict[LeaseRef, bytes]:
     """The parts of each lease, serialized without its name: those of several messages, one after the other, are the
     message of all of them."""
     return {
         LeaseRef.of(one.ref): work_pb2.LeaseParts(parts=one.parts).SerializeToString()
-        for one in told
+        for one in reported
         if one.ref.job_id == job_id
     }

@@ -207,7 +207,7 @@ def test_experts_survive_the_wire(experts):
     assert len(packed.chosen) == 5 * 3 * 2 * (1 if experts <= 256 else 2)
     unpacked = arrays.unpack_experts(packed, tokens=7)
     assert unpacked.dtype == np.int16 and np.array_equal(unpacked[:5], chosen_tlk)
-    assert (unpacked[5:] == arrays.NOT_TOLD).all()
+    assert (unpacked[5:] == arrays.NOT_REPORTED).all()
     with pytest.raises(ValueError, match="reported experts of 5 tokens, of 4"):
         arrays.unpack_experts(packed, tokens=4)
 

@@ -1,6 +1,6 @@
 /* Made by web/rest_types.py from millrace/rest and millrace/events. */
 
-/** One metric at each point of a curve; null where no step of the point has it. */
+/** One metric at each point of a curve; null if no step of the point has it. */
 export interface BandView {
   mean: (number | string | null)[];
   least: (number | string | null)[];
@@ -382,7 +382,7 @@ export interface MemberConfigured {
   pool: string;
 }
 
-/** A member died while it worked for the job, which is charged with the death; or its next life told how it ended. The message has its last words. */
+/** A member died while it worked for the job, which is charged with the death; or its next life reported how it ended. The message has its last words. */
 export interface MemberDied {
   kind: "member.died";
   member: string;

@@ -57,9 +57,9 @@ exec(code, module.__dict__)
 """The answer is a module, with the names that answers to such tasks take for granted. It does not run as `__main__`."""
 
 CALL = f"""{_MODULE}
-told = json.load(sys.stdin)
+given = json.load(sys.stdin)
 owner = module.Solution() if hasattr(module, "Solution") else module
-returned = getattr(owner, told["function"])(*told["arguments"])
+returned = getattr(owner, given["function"])(*given["arguments"])
 plain = lambda value: value.tolist() if hasattr(value, "tolist") else list(value)
 text = json.dumps(returned, default=plain).encode()
 while text:
@@ -68,9 +68,9 @@ while text:
 """A function of the answer is called. Its result is reported; the expected result is not known here."""
 
 STATEMENTS = f"""{_MODULE}
-told = json.load(sys.stdin)
-exec(compile(told["code"], "tests", "exec"), module.__dict__)
-os.write(3, told["key"].encode())
+given = json.load(sys.stdin)
+exec(compile(given["code"], "tests", "exec"), module.__dict__)
+os.write(3, given["key"].encode())
 """
 """Statements are run after the answer, with its names. They are read when the answer has run to its end."""
 TOLERANCE = 1e-6
@@ -116,7 +116,7 @@ class Call:
 
     def passed(self, ended: Ended) -> bool:
         try:
-            returned = json.loads(ended.told)
+            returned = json.loads(ended.report)
             return same_value(returned, self.expected) or (
                 isinstance(self.expected, list) and len(self.expected) == 1 and same_value(returned, self.expected[0])
             )
@@ -142,7 +142,7 @@ class Statements:
         return Program(STATEMENTS, json.dumps({"code": self.code, "key": self.key}), {ANSWER: answer})
 
     def passed(self, ended: Ended) -> bool:
-        return ended.told == self.key
+        return ended.report == self.key
 
 
 def cases_of(ground_truth: Any) -> list[Case]:

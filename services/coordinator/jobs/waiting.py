@@ -16,7 +16,7 @@ from services.coordinator.store import StoreDown
 LOOK_EVERY_S = 1.0
 GATHER_S = 0.2
 """Changes of the fleet within this time are looked at together."""
-TOLD_AFTER_S = 2.0
+SHOWN_AFTER_S = 2.0
 """An event is added only for what has lasted so long."""
 
 
@@ -49,7 +49,7 @@ class WaitingEvents:
         self._components = components
         self._views = JobViews(components)
         self._since: tuple[str, WaitingFor | None, float] = ("", None, 0.0)
-        self._told: tuple[str, WaitingFor | None] = ("", None)
+        self._shown: tuple[str, WaitingFor | None] = ("", None)
 
     async def run(self) -> None:
         """Looks until it is cancelled."""
@@ -72,8 +72,8 @@ class WaitingEvents:
         state = (job.id, found.reason if found is not None else None)
         if state != self._since[:2]:
             self._since = (*state, now)
-        if state == self._told or now - self._since[2] < TOLD_AFTER_S:
+        if state == self._shown or now - self._since[2] < SHOWN_AFTER_S:
             return
-        self._told = state
+        self._shown = state
         if found is not None:
             await self._components.events.add(job.id, events.JobWaiting(reason=found.reason), f"waits: {found.message}")

@@ -40,7 +40,7 @@ async def samples_in(
         if (data := await prompts.group(prompt)) is not None:
             group, of_group = common_pb2.Group.FromString(data), trained.get(prompt)
             if of_group is not None and not tokens.fits(of_group, group):
-                log.warning("the trainer told something else than the tokens of a group", prompt=prompt)
+                log.warning("the trainer reported something else than the tokens of a group", prompt=prompt)
                 of_group = None
             found += samples_of(group, step, await records.add_tokens(tokens.record(group, of_group)), of_group)
     return found

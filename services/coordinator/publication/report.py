@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from millrace.contracts.v1 import weights_pb2
-from millrace.events import MEMBERS_TOLD, MemberTransfer, PublicationDone, PublishedContent, Source
+from millrace.events import MEMBERS_LISTED, MemberTransfer, PublicationDone, PublishedContent, Source
 from millrace.ids import MemberId, Version
 from millrace.weights.plans.manifest import Content
 
@@ -64,7 +64,7 @@ class PublicationReport:
             seconds=seconds,
             phases=dict(phases),
             receivers=len(reports) - 1,
-            members=[_member_transfer(report) for report in (reports[0], *slowest(reports[1:], MEMBERS_TOLD - 1))],
+            members=[_member_transfer(report) for report in (reports[0], *slowest(reports[1:], MEMBERS_LISTED - 1))],
         )
         return cls(done, reports)
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import httpx
 
 from millrace.errors import InvalidState, Unavailable
-from millrace.local.state_folder import scale, told
+from millrace.local.state_folder import read_state, scale
 
 COMMAND_S = 60.0
 """How long a command of Slurm or Docker may take."""
@@ -49,7 +49,7 @@ class LocalScaler:
 
     async def current(self) -> int:
         try:
-            state = await asyncio.to_thread(told, self._folder)
+            state = await asyncio.to_thread(read_state, self._folder)
         except (OSError, json.JSONDecodeError) as error:
             what = f"the supervisor's {self._folder}/stack.json cannot be read: {error}."
             raise Unavailable(what, "start the stack with `millrace up`.") from error
@@ -159,13 +159,13 @@ class KubernetesScaler:
                 answer = await client.request(method, self._url, headers=headers, content=content)
             if answer.is_success:
                 return int(answer.json().get("spec", {}).get("replicas", 0))
-            told = str(answer.json().get("message", ""))[:300]
+            reason = str(answer.json().get("message", ""))[:300]
         except httpx.HTTPError as error:
             what = f"the Kubernetes API did not answer {method} {self._url}: {error or type(error).__name__}."
             raise Unavailable(what, "see whether the API server runs.") from error
         except (ValueError, TypeError, AttributeError):
-            told = "its answer is not the document of a scale"
-        what = f"the Kubernetes API answered {method} {self._what}/scale with {answer.status_code}: {told}"
+            reason = "its answer is not the document of a scale"
+        what = f"the Kubernetes API answered {method} {self._what}/scale with {answer.status_code}: {reason}"
         if answer.status_code == HTTPStatus.NOT_FOUND:
             raise InvalidState(what, "correct the name behind --scaler kubernetes.")
         fix = "let the service account get and patch it: docs/running.md, Adding and removing replicas."
@@ -193,8 +193,8 @@ async def _ran(command: Sequence[str], within_s: float = COMMAND_S) -> str:
             process.kill()
             await process.wait()
     if process.returncode:
-        told = errors.decode(errors="replace").strip()[-500:]
-        raise Unavailable(f"`{shown}` failed with status {process.returncode}: {told}", "run it by hand.")
+        reason = errors.decode(errors="replace").strip()[-500:]
+        raise Unavailable(f"`{shown}` failed with status {process.returncode}: {reason}", "run it by hand.")
     return output.decode(errors="replace")
 
 

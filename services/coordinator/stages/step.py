@@ -17,7 +17,7 @@ from services.coordinator.observe.step_metrics import batch_metrics, mean, milli
 from services.coordinator.stages.batch import Batch, finish, keep, shown
 from services.coordinator.stages.run import Run
 from services.coordinator.stages.spans import close_groups, traced
-from services.coordinator.state.faults import TOLD_FROM, Failures
+from services.coordinator.state.faults import REPORTED_FROM, Failures
 
 
 async def interrupted(run: Run) -> Batch | None:
@@ -89,7 +89,7 @@ async def warn(run: Run, row: StepMetrics) -> None:
     """Adds an event for each trouble that the step with the metrics `row` makes certain, and marks in the job's record
     what is over."""
     failures = Failures.of(await run.prompts.view())
-    failing = failures.share >= TOLD_FROM
+    failing = failures.share >= REPORTED_FROM
     lasting = training_warnings.lasting(row.values, run.spec) - (OF_FAILURES if failing else set())
     if failing:
         lasting.add(WarningCause.REWARD_FAILURES)

@@ -28,7 +28,7 @@ COUNT_S = 86_400
 REASONS = (DropReason.REWARD_FAILED, DropReason.ENVIRONMENT_FAILED)
 LEAST = 32
 """Prompts, and at least two steps' worth, before a share of them is judged."""
-TOLD_FROM = 0.02
+REPORTED_FROM = 0.02
 """A job is warned from this share on."""
 
 

@@ -12,7 +12,7 @@ from services.coordinator.state.member import Member
 from services.coordinator.state.waiting import CurrentJob
 from services.coordinator.store import Store
 
-TOLD = 500
+MOST_SHOWN = 500
 """Characters of the last words in an event's message."""
 
 
@@ -24,7 +24,7 @@ class DeathWatch:
         self._turn = turn
         self._events = events
         fleet.on_gone(self.gone)
-        fleet.on_last_words(self.said)
+        fleet.on_last_words(self.add_last_words)
 
     async def gone(self, member: Member, why: str) -> None:
         """Charges the job that the member worked for, if it died."""
@@ -40,16 +40,16 @@ class DeathWatch:
         if member.kind is MemberKind.ROLLOUT:
             number = await deaths.charge(member.place, member.id)
             counted = f", {number} of {PLACE_BUDGET} times in a row with no group completed in between"
-        message = f"{member.id} died while it worked for the job{counted}: {(member.last_words or why)[:TOLD]}"
+        message = f"{member.id} died while it worked for the job{counted}: {(member.last_words or why)[:MOST_SHOWN]}"
         await self._events.add(job.id, events.MemberDied(member=member.id, deaths=number), message)
 
-    async def said(self, member_id: MemberId, words: str) -> None:
+    async def add_last_words(self, member_id: MemberId, words: str) -> None:
         """Keeps the last words of a member that the job whose turn it is was charged with before they were known."""
         job = self._turn.job
         if job is not None and await self._store.deaths(job.id).last() == member_id:
             await self._store.deaths(job.id).say(member_id, words)
             event = events.MemberDied(member=member_id, deaths=None)
-            await self._events.add(job.id, event, f"the last words of {member_id}: {words[:TOLD]}")
+            await self._events.add(job.id, event, f"the last words of {member_id}: {words[:MOST_SHOWN]}")
 
 
 def _works_for(job: JobRecord, member: Member) -> bool:

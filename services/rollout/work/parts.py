@@ -5,7 +5,14 @@ from collections.abc import Iterable, Mapping
 from millrace.contracts.trajectories import assembled, tokens_of
 from millrace.contracts.v1 import common_pb2, work_pb2
 from millrace.ids import Version
-from millrace.wire.arrays import pack_experts, pack_logprobs, pack_tokens, told_experts, unpack_logprobs, unpack_tokens
+from millrace.wire.arrays import (
+    pack_experts,
+    pack_logprobs,
+    pack_tokens,
+    reported_experts,
+    unpack_logprobs,
+    unpack_tokens,
+)
 from services.rollout.engine import Partial, Response, VersionSpan
 
 
@@ -16,7 +23,7 @@ def prefixes(parts: Iterable[work_pb2.Part]) -> dict[int, Partial]:
             unpack_tokens(part.tokens),
             unpack_logprobs(part.logprobs),
             tuple(VersionSpan(Version(v.version), v.start, v.end) for v in part.versions),
-            told_experts(part.experts) if part.HasField("experts") else None,
+            reported_experts(part.experts) if part.HasField("experts") else None,
         )
         for part in assembled(parts)
     }

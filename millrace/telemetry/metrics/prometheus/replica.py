@@ -19,7 +19,7 @@ ENGINE_CACHE_USED = PrometheusMetric(
     "millrace_engine_cache_used_ratio",
     Unit.SHARE,
     "Part of the engine's cache of keys and values that running samples hold; of the transformers engine the part of "
-    "its slots. NaN until the engine has told.",
+    "its slots. NaN until the engine has reported it.",
 )
 PROMPT_TOKENS = PrometheusMetric(
     Counter,

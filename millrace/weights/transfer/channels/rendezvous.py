@@ -95,7 +95,7 @@ class _Task(Generic[Result]):
             result = self._work()
         except PublicationFailed as error:
             self._error = error
-        except Exception as error:  # the outermost frame of a thread: whoever waits for the result is told
+        except Exception as error:  # the outermost frame of a thread: the waiter for the result gets it
             self._error = PublicationFailed(f"{self._what} could not be made: {error!r}")
         else:
             with self._lock:

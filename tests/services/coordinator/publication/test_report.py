@@ -3,7 +3,7 @@
 import random
 
 from millrace.contracts.v1 import weights_pb2
-from millrace.events import MEMBERS_TOLD
+from millrace.events import MEMBERS_LISTED
 from millrace.weights.plans.manifest import Content
 from services.coordinator.publication.report import PARTS, PublicationReport, slowest
 
@@ -21,7 +21,7 @@ def test_of_many_receivers_the_event_lists_the_slowest_and_the_metrics_count_all
     ref = weights_pb2.PublicationRef(job_id="job-1", version=3, epoch=1, attempt=1)
     report = PublicationReport.of(ref, Content.MODEL, "trainer", [sender, *receivers], {"prepare": 0.1}, 1.0, 0)
     assert report.done.receivers == 1000 and report.metrics()["publication/replicas"] == 1000
-    assert [m.member for m in report.done.members[:1]] == ["trainer-0"] and len(report.done.members) == MEMBERS_TOLD
+    assert [m.member for m in report.done.members[:1]] == ["trainer-0"] and len(report.done.members) == MEMBERS_LISTED
     for part in PARTS:
         largest = max(getattr(each, part) for each in receivers)
         assert report.metrics()[f"publication/{part}"] == largest
@@ -30,5 +30,5 @@ def test_of_many_receivers_the_event_lists_the_slowest_and_the_metrics_count_all
 
 
 def test_of_few_receivers_all_are_listed_in_order() -> None:
-    receivers = _reports(MEMBERS_TOLD - 1)
-    assert slowest(receivers, MEMBERS_TOLD - 1) == receivers
+    receivers = _reports(MEMBERS_LISTED - 1)
+    assert slowest(receivers, MEMBERS_LISTED - 1) == receivers
