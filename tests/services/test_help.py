@@ -1,4 +1,4 @@
-"""`--help` of each service answers at once: it imports what its options need, and not what the service runs."""
+"""`--help` of each service and of `export` answers at once: it imports what its options need, and not what it runs."""
 
 import subprocess
 import sys
@@ -9,7 +9,16 @@ HEAVY = ("torch", "transformers", "vllm", "fastapi", "redis", "pyarrow")
 
 
 @pytest.mark.parametrize(
-    "service", ["coordinator", "trainer", "trainer.launch", "rollout", "rollout.launch", "environments"]
+    "service",
+    [
+        "coordinator",
+        "trainer",
+        "trainer.launch",
+        "trainer.checkpoints.export",
+        "rollout",
+        "rollout.launch",
+        "environments",
+    ],
 )
 def test_help_imports_nothing_heavy(service: str) -> None:
     program = f"""

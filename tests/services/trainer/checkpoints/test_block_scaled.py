@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from millrace.errors import InvalidJob
 from services.trainer.backends import build
-from services.trainer.checkpoints import export
+from services.trainer.checkpoints import exported
 from services.trainer.checkpoints.model_files import ModelFiles, stored_head
 from services.trainer.protocol.microbatch import MicroBatch
 from tests.fp8 import dequantized, quantized, save_quantized
@@ -147,7 +147,7 @@ def test_what_is_written_is_unquantized(
     quantized, plain = models["deepseek_v3"]
     backend = build(job_spec(quantized), one_rank)
     save(tmp_path / "saved", backend, 1, huggingface_from=quantized)
-    export.write(tmp_path / "saved", tmp_path / "exported", quantized)
+    exported.write(tmp_path / "saved", tmp_path / "exported", quantized)
     expected = load_file(plain / "model.safetensors")
     for folder in (tmp_path / "saved" / "huggingface", tmp_path / "exported"):
         assert json.loads((folder / "config.json").read_text()) == json.loads((plain / "config.json").read_text())

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.trainer.checkpoints import export
+from services.trainer.checkpoints import exported
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.conftest import MATRIX, RESUMED, SAVED
 from tests.services.trainer.backends.megatron.plain import Run, stored, train
@@ -41,7 +41,7 @@ def test_goes_on_in_another_topology_as_if_nothing_had_happened(
 def test_a_checkpoint_has_an_ordinary_model_folder_in_it(name: str, kind: str, ranks: Ranks, tmp_path: Path) -> None:
     saved = ranks(4)[1] / "checkpoints" / name
     folder = saved / "huggingface"
-    export.write(saved, tmp_path / "exported")
+    exported.write(saved, tmp_path / "exported")
     assert_same_files(tmp_path / "exported", folder)
     loaded = stored(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     for tensor, weights in train(tiny.random_model(kind).train(), steps=1).weights.items():

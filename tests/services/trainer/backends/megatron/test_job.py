@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from millrace.errors import InvalidJob, InvalidState, NonFinite, Unavailable
-from services.trainer.checkpoints import export
+from services.trainer.checkpoints import exported
 from services.trainer.ranks.event_loop import ControlThread
 from tests.models import random_model
 from tests.services.trainer.backends.megatron import tiny
@@ -173,7 +173,7 @@ def test_what_is_not_trained_is_in_the_exports(two_ranks: TwoRanks, tmp_path: Pa
     for name, tensor in whole.items():
         assert torch.equal(policy[name], tensor), name
         assert name == "lm_head.weight" or torch.equal(critic[name], tensor), name
-    export.write(tmp_path / "saved", tmp_path / "exported")
+    exported.write(tmp_path / "saved", tmp_path / "exported")
     assert_same_files(tmp_path / "exported", tmp_path / "saved" / "huggingface")
 
 

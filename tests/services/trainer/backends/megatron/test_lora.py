@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2_5_VLForConditionalGeneration
 
-from services.trainer.checkpoints import export
+from services.trainer.checkpoints import exported
 from tests.services.trainer.backends.megatron.batch import loss_of
 from tests.services.trainer.backends.megatron.launch import launch, once
 from tests.services.trainer.backends.megatron.plain import scores
@@ -178,7 +178,7 @@ def test_a_checkpoint_is_exported_with_its_adapter_merged(
     trained: Trained, models: dict[str, Path], tmp_path: Path
 ) -> None:
     checkpoint = trained("1")[1] / "checkpoint"
-    export.write(checkpoint, tmp_path / "exported")
+    exported.write(checkpoint, tmp_path / "exported")
     merged, base = (load_file(at / "model.safetensors") for at in (tmp_path / "exported", models["qwen3"]))
     adapter = load_file(checkpoint / "adapter" / "adapter_model.safetensors")
     assert merged.keys() == base.keys()

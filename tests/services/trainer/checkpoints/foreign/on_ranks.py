@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from services.trainer.backends import build
-from services.trainer.checkpoints import export
+from services.trainer.checkpoints.exported import Form
+from services.trainer.checkpoints.exported import write as export
 from services.trainer.protocol.backend import Backend
 from services.trainer.ranks.world import World
 from tests.services.trainer.backends.megatron import batch
@@ -74,8 +75,8 @@ def _exported(world: World, case: Case) -> list[str]:
     save(target / "saved", backend, 1)
     megatron = case["backend"] == "megatron"
     if world.rank == 0:
-        form = export.Format.MEGATRON if megatron else export.Format.DCP
-        export.write(target / "saved", target / "exported", model, form=form)
+        form: Form = "megatron" if megatron else "dcp"
+        export(target / "saved", target / "exported", model, form=form)
     dist.barrier()
     with torch.no_grad():
         (_load_with_megatron if megatron else _load_with_torch)(backend, target / "exported")
