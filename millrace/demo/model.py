@@ -1,5 +1,6 @@
-"""A Qwen3 of 427,000 parameters, or of 19 million for GPUs, or a Qwen3.5 of 462,000, warmed until it gets the task
-right now and then. Its tokenizer needs no training: 256 byte symbols, no merges, three special tokens, ChatML.
+"""A Qwen3 of 427,000 parameters, or of 19 million for GPUs, a Qwen3.5 of 462,000, or a Qwen2.5-VL of 685,000
+with a tower for images, warmed until it gets the task right now and then. Its tokenizer needs no training: 256 byte
+symbols, no merges, three special tokens, ChatML.
 
 The demonstrations are wrong more often than right: most of them copy the word instead of turning it round, or give the
 hunt up. So both are in the model's distribution and reinforcement has to choose between them. Warmed on right ones
@@ -7,10 +8,11 @@ alone it would jump from almost never to almost always within a few steps, and f
 out.
 """
 
+import io
 import json
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +22,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -27,7 +31,8 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from millrace.demo.tasks import TASKS, Turn
+from millrace.data.pictures import PROCESSOR
+from millrace.demo.tasks import IMAGE, SIDE, TASKS, VIDEO, VISION_END, VISION_START, Task, Turn
 
 IGNORED = -100
 """The label of tokens without loss."""
@@ -38,9 +43,19 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+SHOWN = f"{{% if part.type == 'image' %}}{VISION_START}{IMAGE}{VISION_END}{{% else %}}{{{{ part.text }}}}{{% endif %}}"
+CHAT_TEMPLATE_WITH_IMAGES = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    f"{{% else %}}{{% for part in message['content'] %}}{SHOWN}{{% endfor %}}{{% endif %}}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 Size = Literal["small", "grown"]
-Family = Literal["qwen3", "qwen3.5"]
-FAMILIES: tuple[Family, ...] = ("qwen3", "qwen3.5")
+Family = Literal["qwen3", "qwen3.5", "qwen2.5-vl"]
+FAMILIES: tuple[Family, ...] = ("qwen3", "qwen3.5", "qwen2.5-vl")
 HYBRID: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
@@ -51,6 +66,28 @@ HYBRID: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
 """What a small Qwen3.5 has besides the sizes of a small Qwen3: one layer of GatedDeltaNet, and one that attends."""
+TOWER = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 4,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [1],
+    "initializer_range": 0.05,
+}
+PATCHES: dict[str, Any] = {
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "min_pixels": 28 * 28,
+    "max_pixels": SIDE * SIDE,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.25, 0.25, 0.25],
+}
+"""How the processor makes patches of a picture."""
 SIZES: dict[Size, dict[str, Any]] = {
     "small": {
         "hidden_size": 128,
@@ -73,6 +110,8 @@ SIZES: dict[Size, dict[str, Any]] = {
 }
 LEARNING_RATES: dict[Size, float] = {"small": 2e-3, "grown": 5e-4}
 """Settings of the supervised run."""
+Pixels = dict[str, torch.Tensor]
+"""Arguments of a model for pictures: patches and the grid of each; empty without pictures."""
 Demonstration = tuple[list[int], list[int]]
 """Token ids of a conversation, and its labels: the ids that the policy says, IGNORED for all others."""
 
@@ -88,7 +127,7 @@ def byte_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
-    made.chat_template = CHAT_TEMPLATE
+    made.chat_template = CHAT_TEMPLATE_WITH_IMAGES if IMAGE in more else CHAT_TEMPLATE
     return made
 
 
@@ -123,6 +162,8 @@ def made_model(folder: Path, warm_up: WarmUp) -> Path:
     disable_progress_bar()
     model.save_pretrained(part)
     tokenizer.save_pretrained(part)
+    if warm_up.model == "qwen2.5-vl":
+        (part / PROCESSOR).write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor", **PATCHES}))
     (part / "recipe.json").write_text(json.dumps(asdict(warm_up)))
     for file in part.iterdir():
         file.chmod(0o644)  # services in containers run as another user
@@ -142,9 +183,31 @@ def random_model(tokenizer: PreTrainedTokenizerFast, size: Size = "small", famil
         "pad_token_id": tokenizer.pad_token_id,
         **SIZES[size],
     }
+    if family == "qwen2.5-vl":
+        return _with_tower(tokenizer, shared)
     if family == "qwen3.5":
         return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**shared, **HYBRID))
     return Qwen3ForCausalLM(Qwen3Config(**shared))
+
+
+def _with_tower(tokenizer: PreTrainedTokenizerFast, shared: dict[str, Any]) -> PreTrainedModel:
+    """A Qwen2.5-VL whose language model has the sizes `shared`."""
+    names = {"image": IMAGE, "video": VIDEO, "vision_start": VISION_START, "vision_end": VISION_END}
+    ids: dict[str, Any] = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+    section = shared["head_dim"] // 8
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [section, section * 3 // 2, section * 3 // 2],
+    }
+    text = {name: value for name, value in shared.items() if name not in ("tie_word_embeddings", "head_dim")}
+    config = Qwen2_5_VLConfig(
+        text_config={**text, "rope_parameters": rope},
+        vision_config={**TOWER, "out_hidden_size": shared["hidden_size"]},
+        tie_word_embeddings=True,
+        **ids,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
 
 
 def warmed(tokenizer: PreTrainedTokenizerFast, warm_up: WarmUp) -> PreTrainedModel:
@@ -157,7 +220,7 @@ def warmed(tokenizer: PreTrainedTokenizerFast, warm_up: WarmUp) -> PreTrainedMod
     rng = random.Random(warm_up.seed)
     task = TASKS[warm_up.task]
     source = task.cases(rng)
-    unseen = [demonstration(tokenizer, task.conversation(next(source), rng, right=True)) for _ in range(128)]
+    unseen, of_unseen = drawn(task, source, tokenizer, rng, 128, right=1.0)
     model = random_model(tokenizer, warm_up.size, warm_up.model)
     if warm_up.size == "grown" and torch.cuda.is_available():
         torch.nn.Module.to(model, "cuda")
@@ -165,17 +228,13 @@ def warmed(tokenizer: PreTrainedTokenizerFast, warm_up: WarmUp) -> PreTrainedMod
         model.parameters(), lr=LEARNING_RATES[warm_up.size], weight_decay=warm_up.weight_decay
     )
     for step in range(1, warm_up.max_steps + 1):
-        batch = [
-            demonstration(tokenizer, task.conversation(next(source), rng, right=rng.random() < warm_up.right))
-            for _ in range(warm_up.samples)
-        ]
+        batch, shown = drawn(task, source, tokenizer, rng, warm_up.samples, right=warm_up.right)
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATES[warm_up.size] * min(1.0, step / warm_up.lr_warmup_steps)
         optimizer.zero_grad()
-        tokens_bt, labels_bt = _padded(batch)
-        model(input_ids=tokens_bt.to(model.device), labels=labels_bt.to(model.device)).loss.backward()
+        model(**_inputs(model, batch, shown)).loss.backward()
         optimizer.step()
-        if step % warm_up.look_every == 0 and probability(model, unseen) >= warm_up.until:
+        if step % warm_up.look_every == 0 and probability(model, unseen, of_unseen) >= warm_up.until:
             torch.nn.Module.to(model, "cpu")
             model.eval()
             return model
@@ -184,11 +243,54 @@ def warmed(tokenizer: PreTrainedTokenizerFast, warm_up: WarmUp) -> PreTrainedMod
     )
 
 
-def probability(model: PreTrainedModel, demonstrations: list[Demonstration]) -> float:
-    """Mean probability with which the model would say all that the policy says in a demonstration."""
-    tokens_bt, labels_bt = (tensor.to(model.device) for tensor in _padded(demonstrations))
+def drawn(
+    task: Task,
+    cases: Iterator[str],
+    tokenizer: PreTrainedTokenizerFast,
+    rng: random.Random,
+    samples: int,
+    *,
+    right: float,
+) -> tuple[list[Demonstration], Pixels]:
+    """Demonstrations, of which the share `right` earns the reward, and their pictures."""
+    made, files = list[Demonstration](), list[bytes]()
+    for _ in range(samples):
+        case = next(cases)
+        turns = task.conversation(case, rng, right=right == 1 or rng.random() < right)
+        made.append(demonstration(tokenizer, turns))
+        if (file := task.picture(case)) is not None:
+            files.append(file)
+    return made, _pixels(files)
+
+
+def _pixels(files: list[bytes]) -> Pixels:
+    """What the tower takes of pictures, as the processor of the model folder makes it."""
+    if not files:
+        return {}
+    from PIL import Image
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    processor: Any = Qwen2VLImageProcessorPil(**PATCHES)
+    images = [Image.open(io.BytesIO(file)) for file in files]
+    return dict(processor(images=images, return_tensors="pt"))
+
+
+def _inputs(model: PreTrainedModel, demonstrations: list[Demonstration], shown: Pixels) -> dict[str, torch.Tensor]:
+    """Arguments of the model's forward pass, with labels."""
+    tokens_bt, labels_bt = _padded(demonstrations)
+    inputs = {"input_ids": tokens_bt, "labels": labels_bt, **shown}
+    if shown:
+        inputs["mm_token_type_ids"] = (tokens_bt == model.config.image_token_id).int()
+    return {name: tensor.to(model.device) for name, tensor in inputs.items()}
+
+
+def probability(model: PreTrainedModel, demonstrations: list[Demonstration], shown: Pixels | None = None) -> float:
+    """Mean probability with which the model would say all that the policy says in a demonstration. `shown`: what the
+    tower takes of their pictures."""
+    inputs = _inputs(model, demonstrations, shown or {})
+    labels_bt = inputs.pop("labels")
     with torch.no_grad():
-        logprobs_btv = torch.log_softmax(model(input_ids=tokens_bt).logits[:, :-1], dim=-1)
+        logprobs_btv = torch.log_softmax(model(**inputs).logits[:, :-1], dim=-1)
     answered_bt = labels_bt[:, 1:] != IGNORED
     chosen_bt = labels_bt[:, 1:].clamp(min=0)
     logprobs_bt = logprobs_btv.gather(-1, chosen_bt.unsqueeze(-1)).squeeze(-1)

@@ -59,11 +59,16 @@ def demo(
         typer.Option(metavar="ENGINE=PATH", help="Interpreter of the replicas with an engine; as often as needed."),
     ] = None,
     backend: Annotated[str, typer.Option(help=f"Training backend: {' or '.join(BACKEND_NAMES)}.")] = "fsdp2",
-    task: Annotated[str, typer.Option(help="reverse: words are turned round. hunt: a game of turns with a tool.")] = (
-        "reverse"
-    ),
+    task: Annotated[
+        str, typer.Option(help="reverse: words are turned round. hunt: turns with a tool. look: pictures.")
+    ] = ("reverse"),
     size: Annotated[str, typer.Option(help="Of the model: small, or grown, for GPUs.")] = "small",
-    model: Annotated[str, typer.Option(help="qwen3, or qwen3.5, with a layer of GatedDeltaNet.")] = "qwen3",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="qwen3; qwen3.5, with a layer of GatedDeltaNet; qwen2.5-vl, for the task look, which has it."
+        ),
+    ] = None,
     lora: Annotated[
         int | None, typer.Option(metavar="RANK", help="Train adapters of this rank instead of all weights.", min=1)
     ] = None,
@@ -79,7 +84,7 @@ def demo(
     Status 0 only if the reward on held-out cases rose by the margin that the README states.
     """
     begun, chosen, state = time.monotonic(), _size(size), _writable(state)
-    family = _family(model, chosen)
+    family = _family(model, chosen, task)
     options = StackOptions(
         # A stack's state is not shared between runs: each demo begins with an empty ledger.
         state=str(state / time.strftime("stack-%Y%m%d-%H%M%S")),
@@ -127,7 +132,7 @@ def prepared(
     from millrace.demo.model import WarmUp, made_model
 
     print(f"making the model (once a seed) and the data in {state}", flush=True)
-    warm_up = WarmUp(seed=seed, size=size, task=task, model=family)
+    warm_up = WarmUp(seed=seed, size=size, task=task, model=family, until=named.until)
     made_model(model_folder(state, seed, size, task, family), warm_up)
     data = write_task_data(named, state / _folder("data", seed, task=task), seed)
     return job_spec(state, seed, steps, data, backend, size, lora, task, family)
@@ -166,14 +171,22 @@ def _size(text: str) -> "Size":
     return text
 
 
-def _family(text: str, size: "Size") -> "Family":
+def _family(text: str | None, size: "Size", task: str) -> "Family":
+    """The family asked for, or the usual one of the task. Raises InvalidJob."""
     from millrace.demo.model import FAMILIES
+    from millrace.demo.tasks import task_named
 
-    if text not in FAMILIES:
-        raise InvalidJob(f"--model: there is no model {text!r}.", f"choose from {', '.join(FAMILIES)}.")
-    if text == "qwen3.5" and size != "small":
-        raise InvalidJob(f"--model: there is no {text} of size {size!r}.", "leave --size out.")
-    return text
+    own = task_named(task).family
+    family = own or "qwen3" if text is None else text
+    if family not in FAMILIES:
+        raise InvalidJob(f"--model: there is no model {family!r}.", f"choose from {', '.join(FAMILIES)}.")
+    if own is not None and family != own:
+        raise InvalidJob(f"--model: the task {task!r} needs {own}.", "leave --model out.")
+    if own is None and family == "qwen2.5-vl":
+        raise InvalidJob(f"--model: {family} is for --task look.", "add --task look, or leave --model out.")
+    if family != "qwen3" and size != "small":
+        raise InvalidJob(f"--model: there is no {family} of size {size!r}.", "leave --size out.")
+    return family
 
 
 def job_spec(

@@ -1,4 +1,4 @@
-"""The demo's tasks: what a task is, two of them, and their table.
+"""The demo's tasks: what a task is, three of them, and their table.
 
 `reverse`: `reverse badge` → `egdab`. Words have 4 to 6 letters out of ten: there are 1.1 million of them.
 
@@ -8,8 +8,11 @@ on; after one to three places it finds a word, and says it.
     user: hunt g          policy: open(place=g)
     tool: c               policy: open(place=c)
     tool: fab             policy: fab
+
+`look`: a picture of a coloured shape. `look` → `red disc`.
 """
 
+import io
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -27,7 +30,7 @@ TRAIN, HELD_OUT = 2048, 256
 Turn = tuple[str, str]
 """Role and text of a message."""
 LENGTHS = (4, 5, 6)
-REVERSE_SOURCE, HUNT_SOURCE = "demo/reverse", "demo/hunt"
+REVERSE_SOURCE, HUNT_SOURCE, LOOK_SOURCE = "demo/reverse", "demo/hunt", "demo/look"
 MOST_PLACES = 3
 WORD = 3
 """Letters of the word that is hidden. A place has one letter."""
@@ -43,6 +46,10 @@ class Task(ABC):
     """What its job has other than `job.yaml`; None: nothing."""
     tokens: ClassVar[Sequence[str]] = ()
     """Tokens of its chat format besides those of ChatML."""
+    family: ClassVar[str | None] = None
+    """The family of models that can do it; None: any that reads text."""
+    until: ClassVar[float] = 0.12
+    """Probability of the right answer to a new case at which the warm-up ends."""
 
     @abstractmethod
     def cases(self, rng: random.Random) -> Iterator[str]:
@@ -55,6 +62,10 @@ class Task(ABC):
     @abstractmethod
     def conversation(self, case: str, rng: random.Random, *, right: bool) -> list[Turn]:
         """A conversation about a case, to warm the model with: one that earns the reward, or one that does not."""
+
+    def picture(self, case: str) -> bytes | None:
+        """The file of the picture that a case shows; None: it is text alone."""
+        return None
 
 
 def write_task_data(
@@ -176,7 +187,71 @@ class Hunt(Environment):
         return [], float(message["content"] == self.word), True
 
 
-TASKS: dict[str, Task] = {"reverse": Reverse(), "hunt": TreasureHunt()}
+VISION_START, IMAGE, VISION_END = IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+"""Tokens around an image in the prompt of a Qwen2.5-VL, and the one that stands for it."""
+VIDEO = "<|video_pad|>"
+SIDE = 56
+"""Pixels of a picture, in width and height."""
+PIECES = 4
+"""Tokens that the model sees of a picture: one for each 28 by 28 pixels."""
+COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 70, 220), "black": (20, 20, 20)}
+SHAPES = ("disc", "box", "bar")
+MIDDLES = (14, 42)
+"""Where the middle of a shape is in a picture, about: pixels from the left and from the top."""
+
+
+class Look(Task):
+    """A case is `red disc 17`: the answer, and the seed of the shape's place and size and of the paper. Wrong
+    conversations name the shape first."""
+
+    changes = Path(__file__).with_name("look.yaml")
+    tokens = (*IMAGE_TOKENS, VIDEO)
+    family = "qwen2.5-vl"
+    until = 0.2
+
+    def cases(self, rng: random.Random) -> Iterator[str]:
+        while True:
+            yield f"{rng.choice(tuple(COLOURS))} {rng.choice(SHAPES)} {rng.randrange(1_000_000)}"
+
+    def row(self, index: int, case: str) -> PromptRow:
+        return PromptRow(
+            index=index,
+            data_source=LOOK_SOURCE,
+            prompt=[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "look"}]}],
+            ground_truth=_seen(case),
+            ability="pictures",
+            extra_info={"index": index, "case": case},
+            images=(self.picture(case),),
+        )
+
+    def conversation(self, case: str, rng: random.Random, *, right: bool) -> list[Turn]:
+        said = _seen(case).split()
+        shown = f"{VISION_START}{IMAGE * PIECES}{VISION_END}look"
+        return [("user", shown), ("assistant", " ".join(said if right else reversed(said)))]
+
+    def picture(self, case: str) -> bytes:
+        from PIL import Image, ImageDraw
+
+        colour, shape, seed = case.split()
+        rng = random.Random(int(seed))
+        picture = Image.new("RGB", (SIDE, SIDE), (rng.randint(220, 255),) * 3)
+        x, y = (rng.choice(MIDDLES) + rng.randint(-3, 3) for _ in range(2))
+        half = rng.randint(7, 10)
+        low = half // 3 if shape == "bar" else half
+        box = (x - half, y - low, x + half, y + low)
+        draw = ImageDraw.Draw(picture)
+        (draw.ellipse if shape == "disc" else draw.rectangle)(box, fill=COLOURS[colour])
+        file = io.BytesIO()
+        picture.save(file, "PNG")
+        return file.getvalue()
+
+
+def _seen(case: str) -> str:
+    """What is to be said of a picture."""
+    return case.rpartition(" ")[0]
+
+
+TASKS: dict[str, Task] = {"reverse": Reverse(), "hunt": TreasureHunt(), "look": Look()}
 
 
 def task_named(name: str) -> Task:

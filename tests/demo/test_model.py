@@ -6,12 +6,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from millrace.data.chat import render
 from millrace.data.model_folder import check_model_folder
+from millrace.data.pictures import Pictures
 from millrace.demo.model import (
     IGNORED,
     WarmUp,
     byte_tokenizer,
     demonstration,
+    drawn,
     made_model,
     probability,
     random_model,
@@ -51,6 +54,23 @@ def test_a_qwen3_5_has_a_layer_of_each_kind() -> None:
     model = random_model(byte_tokenizer(), family="qwen3.5")
     assert model.config.layer_types == ["linear_attention", "full_attention"]
     assert sum(p.numel() for p in model.parameters()) == 461_928
+
+
+def test_pictures_are_warmed_as_a_job_shows_them(tmp_path: Path) -> None:
+    """Tokens and patches of a demonstration are those that replicas and trainer make of the row."""
+    look = TASKS["look"]
+    folder = made_model(tmp_path / "model", replace(SHORT, task="look", model="qwen2.5-vl"))
+    assert check_model_folder(folder).architecture == "Qwen2_5_VLForConditionalGeneration"
+    tokenizer, pictures = AutoTokenizer.from_pretrained(folder), Pictures.of_folder(str(folder))
+    case = next(look.cases(random.Random(3)))
+    (batch,), shown = drawn(look, iter([case]), tokenizer, random.Random(0), 1, right=1.0)
+    rendered = render(look.row(0, case), tokenizer, max_tokens=48, pictures=pictures)
+    said = [label for label in batch[1] if label != IGNORED]
+    assert batch[0] == [*rendered.token_ids, *said]
+    assert tokenizer.decode(said) == f"{look.row(0, case).ground_truth}<|im_end|>"
+    patches, grid = pictures.pixels(rendered.images)
+    torch.testing.assert_close(shown["pixel_values"], patches, atol=1e-6, rtol=0)
+    assert torch.equal(shown["image_grid_thw"], grid)
 
 
 def test_a_model_of_the_same_recipe_is_kept_and_of_another_made_anew(folder: Path) -> None:

@@ -88,7 +88,7 @@ def test_the_grown_model_has_a_job_of_its_own_for_the_rest_the_same(tmp_path: Pa
 
 def test_another_family_has_folders_of_its_own_and_the_same_job(tmp_path: Path) -> None:
     data = (tmp_path / "t.parquet", tmp_path / "h.parquet")
-    usual, hybrid = (job_spec(tmp_path, 4, 5, data, family=family) for family in FAMILIES)
+    usual, hybrid = (job_spec(tmp_path, 4, 5, data, family=family) for family in FAMILIES[:2])
     assert Path(hybrid.model.path).name == "model-qwen3.5-4" and usual.model.path != hybrid.model.path
     assert hybrid.rollout == usual.rollout and hybrid.trainer == usual.trainer
 
@@ -99,6 +99,15 @@ def test_a_family_or_a_size_of_it_that_does_not_exist_is_refused(options: tuple[
     result = CliRunner().invoke(demonstration, asked)
     assert isinstance(result.exception, InvalidJob) and "--model: there is no" in str(result.exception)
     assert told in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [(("--task", "look", "--model", "qwen3"), "needs qwen2.5-vl"), (("--model", "qwen2.5-vl"), "look")],
+)
+def test_a_model_that_does_not_fit_the_task_is_refused(options: tuple[str, ...], told: str) -> None:
+    result = CliRunner().invoke(demonstration, options)
+    assert isinstance(result.exception, InvalidJob) and told in str(result.exception)
 
 
 @pytest.mark.parametrize("module", ["millrace.demo", "demo"])

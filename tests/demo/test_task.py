@@ -1,7 +1,11 @@
+import io
 from pathlib import Path
 
+from PIL import Image
+
 from millrace.data import open_source
-from millrace.demo.tasks import write_data
+from millrace.data.columns.layout import Reading
+from millrace.demo.tasks import COLOURS, SIDE, TASKS, write_data, write_task_data
 from millrace.rewards import load
 
 
@@ -16,6 +20,20 @@ def test_data_is_read_back_the_held_out_words_are_not_trained_and_answers_score(
         given = {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
         assert score(solution_str=word[::-1], **given) == 1.0
         assert score(solution_str=word, **given) == float(word == word[::-1])
+
+
+def test_pictures_are_in_the_data_and_differ(tmp_path: Path) -> None:
+    look, reading = TASKS["look"], Reading(most_images=1)
+    (train, _) = (list(open_source([path], reading=reading)) for path in write_task_data(look, tmp_path, 3, 60, 20))
+    seen: dict[str, set[tuple[int, int, int]]] = {}
+    for row in train:
+        (file,) = row.images
+        picture = Image.open(io.BytesIO(file)).convert("RGB")
+        inked = {picture.getpixel((x, y)) for x in range(SIDE) for y in range(SIDE)} & set(COLOURS.values())
+        seen.setdefault(row.ground_truth.split()[0], set()).update(inked)
+        assert row.ground_truth not in str(row.prompt), "the answer is in the picture alone"
+    assert seen == {name: {colour} for name, colour in COLOURS.items()}
+    assert len({row.images for row in train}) > 50
 
 
 def test_the_seed_makes_the_data(tmp_path: Path) -> None:
