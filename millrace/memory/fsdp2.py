@@ -169,15 +169,17 @@ class Fsdp2Memory:
     def of_policy(self, *, gradients: bool = False, moments: bool = True) -> Ledger:
         """What is kept for the policy: float32 weights and moments, and from a backward pass to its update gradients,
         divided over the ranks. With an adapter the weights have the dtype of the pass, and only the adapter is
-        trained."""
+        trained. The tower of a job with images is frozen, in that dtype, and whole on every rank."""
         passes, lora = self.policy, self.spec.model.lora
         count, trained = parameters(self.shape) / passes.shards, FLOAT32 * (1 + gradients)
+        tower = passes.element * self.shape.tower if self.spec.data.images is not None else 0.0
         if lora is None:
             kept = {Part.WEIGHTS: FLOAT32 * count} | ({Part.GRADIENTS: FLOAT32 * count} if gradients else {})
-            return passes.placed(kept, {Part.OPTIMIZER: MOMENTS * count} if moments else {})
+            placed = passes.placed(kept, {Part.OPTIMIZER: MOMENTS * count} if moments else {})
+            return placed + Ledger({Part.WEIGHTS: tower})
         adapter = adapter_parameters(self.shape, without_experts(lora)) / passes.shards
         kept = {Part.WEIGHTS: passes.element * count, Part.ADAPTER: trained * adapter}
-        return passes.placed(kept, {Part.ADAPTER: MOMENTS * adapter} if moments else {})
+        return passes.placed(kept, {Part.ADAPTER: MOMENTS * adapter} if moments else {}) + Ledger({Part.WEIGHTS: tower})
 
     def of_others(self, *, gradients: bool = False, moments: bool = True) -> Ledger:
         """What is kept for reference and critic. `gradients`: those of the critic, from its backward pass to its

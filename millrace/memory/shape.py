@@ -1,15 +1,18 @@
 """The shape of any decoder, as far as memory depends on it.
 
 The architectures that the megatron backend builds are read exactly. Of others the entries that nearly all configs have
-are read: what such a model has besides (norms, biases, towers for images) is not counted.
+are read: what such a model has besides (norms, biases) is not counted. Of towers for images those are counted that take
+the images of prompts.
 """
 
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from millrace.data.pictures import MODELS
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import ARCHITECTURES, read_shape
 from millrace.megatron.architectures.shape import ExpertShape, ModelShape, Recurrence, Rope
@@ -22,6 +25,17 @@ GATED = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk")
 SHARED = ("shared_expert_intermediate_size",)
+TOWER = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
+    "in_channels": 3,
+    "temporal_patch_size": 2,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 3584,
+}
+"""Sizes of a tower of Qwen2.5-VL that its config leaves out, as transformers has them."""
 WIDTH = ("moe_intermediate_size", "intermediate_size")
 
 
@@ -37,8 +51,8 @@ def decoder_shape(folder: Path, field: str = FIELD) -> ModelShape:
     try:
         if config.get("model_type") in ARCHITECTURES:
             with suppress(InvalidJob):  # a model that only the other backend builds
-                return read_shape(folder, field)
-        return _sizes({**config, **(config.get("text_config") or {})})
+                return replace(read_shape(folder, field), tower=_tower(config))
+        return replace(_sizes({**config, **(config.get("text_config") or {})}), tower=_tower(config))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         fix = "complete the config; the prediction needs it."
         raise InvalidJob(f"{field}: {path} does not say the model's sizes: {error}.", fix) from error
@@ -73,6 +87,20 @@ def _sizes(config: Mapping[str, Any]) -> ModelShape:
             _first(config, SHARED),
         ),
     )
+
+
+def _tower(config: Mapping[str, Any]) -> int:
+    """Parameters of the tower; 0 if prompts for the model cannot have images. Each layer has two norms, attention and a
+    gated MLP, both with biases; patches come in by a matrix, and a merger makes tokens of them."""
+    if config.get("model_type") not in MODELS or not config.get("vision_config"):
+        return 0
+    sizes = {**TOWER, **config["vision_config"]}
+    hidden, ffn = int(sizes["hidden_size"]), int(sizes["intermediate_size"])
+    values = int(sizes["in_channels"]) * int(sizes["temporal_patch_size"]) * int(sizes["patch_size"]) ** 2
+    layer = 2 * hidden + 4 * hidden * (hidden + 1) + 3 * hidden * ffn + 2 * ffn + hidden
+    merged = hidden * int(sizes["spatial_merge_size"]) ** 2
+    merger = hidden + merged * (merged + 1) + (merged + 1) * int(sizes["out_hidden_size"])
+    return values * hidden + int(sizes["depth"]) * layer + merger
 
 
 def _recurrence(config: Mapping[str, Any]) -> Recurrence | None:

@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from benchmarks.shapes import config_of
 from millrace.errors import InvalidJob
@@ -63,6 +66,17 @@ def test_a_published_model_with_recurrent_layers_has_its_parameters(tmp_path: Pa
     """Qwen3-Next-80B-A3B, whose config states how often a layer attends."""
     shape = decoder_shape(folder(tmp_path, QWEN3_NEXT))
     assert parameters(shape) == pytest.approx(80e9, rel=0.01) and shape.attending == 12
+
+
+def test_the_tower_of_qwen2_5_vl_7b_has_its_parameters(tmp_path: Path) -> None:
+    """transformers counts, on the meta device. Its config leaves out what it has by default."""
+    config = {**LLAMA, "model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 1280}}
+    with torch.device("meta"):
+        tower = Qwen2_5_VisionTransformerPretrainedModel._from_config(Qwen2_5_VLVisionConfig(hidden_size=1280))
+    counted = sum(each.numel() for each in tower.parameters())
+    assert counted > 6e8
+    assert decoder_shape(folder(tmp_path, config)).tower == pytest.approx(counted, rel=0.001)
+    assert decoder_shape(folder(tmp_path, LLAMA)).tower == 0
 
 
 def test_an_architecture_that_the_megatron_backend_builds_is_read_whole(tmp_path: Path) -> None:

@@ -160,6 +160,8 @@ class ModelShape:
     experts: ExpertShape | None = None
     value_head: bool = False
     """Whether the output is one value for each token instead of logits: a critic."""
+    tower: int = 0
+    """Parameters of the tower for images, which are not among those of the decoder."""
     names: Names = field(default_factory=Names)
 
     def as_critic(self) -> "ModelShape":

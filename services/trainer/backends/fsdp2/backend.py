@@ -267,7 +267,10 @@ class Fsdp2Backend(ShardedModel):
         super().abandon_pass()
 
     def held(self) -> dict[Part, list[Tensor]]:
-        return {**super().held(), Part.REFERENCE: self._reference_weights}
+        held = super().held()
+        if self._tower is not None:
+            held[Part.WEIGHTS] = [*held[Part.WEIGHTS], *self._tower.weights]
+        return {**held, Part.REFERENCE: self._reference_weights}
 
     def metrics(self) -> dict[str, float]:
         return {}

@@ -86,6 +86,11 @@ class Tower:
                 parameter.copy_(files.whole(stored))
         self._kept: OrderedDict[bytes, tuple[Tensor, Tensor]] = OrderedDict()
 
+    @property
+    def weights(self) -> list[Tensor]:
+        """Its tensors, whole on this rank."""
+        return list(self._module.parameters())
+
     @torch.no_grad()
     def _features(self, file: bytes) -> tuple[Tensor, Tensor]:
         """Features of an image, [tokens, H], and its grid, int64 [1, 3]."""

@@ -11,6 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from millrace.data.pictures import Pictures
 from millrace.errors import InvalidJob, InvalidState
+from millrace.memory.ledger import Part, Phase
+from millrace.memory.prediction import predict, predict_replica
+from millrace.memory.shape import decoder_shape
 from services.trainer.backends import build
 from services.trainer.backends.fsdp2 import model_check
 from services.trainer.protocol.microbatch import MicroBatch, Sample
@@ -104,6 +107,22 @@ def test_positions_of_the_row_alone_would_be_wrong(one_rank: torch.device, folde
         backend._tower.inputs = lambda batch, b=broken: {k: v for k, v in whole(batch).items() if k not in b}
         (found,) = backend.logprobs([MicroBatch.pack(samples, range(len(samples)))], temperature=1.0)
         assert float((found - expected).abs().max()) > 100 * CLOSE, broken
+
+
+def test_the_tower_is_in_the_memory_that_is_held_and_predicted(one_rank: torch.device, folder: Path) -> None:
+    """Within 1 % of the tower. A job of text has none."""
+    tower = sum(each.numel() for each in opened_model(folder).model.visual.parameters())
+    shape, spec = decoder_shape(folder), job_spec(folder, data=DATA, trainer=TRAINER)
+    of_text = job_spec(folder)
+    assert shape.tower == pytest.approx(tower, rel=0.01)
+    backend, without = build(spec, one_rank), build(of_text, one_rank)
+    held = [sum(each.nbytes for each in own.held()[Part.WEIGHTS]) for own in (backend, without)]
+    assert held[0] - held[1] == 4 * tower
+    for phase in (Phase.LOAD, Phase.UPDATE):
+        found = [predict(own, shape, 1)[phase].device[Part.WEIGHTS] for own in (spec, of_text)]
+        assert found[0] - found[1] == pytest.approx(4 * tower, rel=0.01), phase
+    engines = [predict_replica(own, shape, "vllm", 80e9).ledger.device[Part.WEIGHTS] for own in (spec, of_text)]
+    assert engines[0] - engines[1] == pytest.approx(4 * tower, rel=0.01)
 
 
 def on_rank(rank: int, place: Path, model: Path) -> None:
