@@ -16,9 +16,9 @@ from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Manifest
 from services.rollout.engine import NO_TOKENS, Completion, EngineDied, EngineStats, Load, Response, Sampling
 from services.rollout.engines.endings import Endings
-from services.rollout.weights.engine_weights import CommitReport, ReceiveReport, SendReport
+from services.rollout.weights.engine_weights import CommitReport
 from services.rollout.weights.transfer_request import TransferRequest, nothing_prepared
-from services.rollout.weights.worker_methods import Placed, Prepared, WorkerMethods
+from services.rollout.weights.worker_methods import Placed, Prepared, Received, Sent, WorkerMethods
 from services.rollout.weights.worker_rpc import WorkerDied, Workers
 
 
@@ -236,15 +236,9 @@ class VersionedEngine(ABC):
         """See `EngineWeights`."""
         return self._half_written
 
-    async def received(self) -> ReceiveReport:
+    async def received(self) -> Received:
         """See `EngineWeights`."""
-        answers = await self._ask_until_done(WorkerMethods.wait_received)
-        return ReceiveReport(
-            checksums=tuple(pair for answer in answers for pair in answer.checksums),
-            wire_s=max(answer.wire_s for answer in answers),
-            checksum_s=max(answer.checksum_s for answer in answers),
-            code_s=max(answer.code_s for answer in answers),
-        )
+        return Received.of_all(await self._ask_until_done(WorkerMethods.wait_received))
 
     async def commit(self, version: Version | None, cache_policy: CachePolicy) -> CommitReport:
         """See `EngineWeights`. From here on an abort does not end the pause."""
@@ -254,8 +248,9 @@ class VersionedEngine(ABC):
             if incoming is None:
                 raise nothing_prepared()
             await self._enter_pause(cache_policy)
-            placed = await self._ask(WorkerMethods.place, paused=True)
-            _check_placed(placed)
+            placed = Placed.of_all(await self._ask(WorkerMethods.place, paused=True))
+            if placed.unplaced:
+                raise tensors_untaken(placed.unplaced)
             if version is not None:
                 self._weight_changes += 1
                 await self._label(version, _cache_key(version, self._weight_changes))
@@ -266,16 +261,8 @@ class VersionedEngine(ABC):
                 await self._drop_version()
             stopped = max(self._pause_ordered_s, self._last_token_s())
             await self._leave_pause()
-        return CommitReport(
-            apply_s=max(worker.apply_s for worker in placed),
-            compare_s=max(worker.compare_s for worker in placed),
-            pause_s=time.perf_counter() - stopped,
-            loader_tensors=max(worker.loader_tensors for worker in placed),
-            loader_bytes=max(worker.loader_bytes for worker in placed),
-            staging_bytes=max(worker.staging_bytes for worker in placed),
-            mode=weights_pb2.COMMIT_MODE_SHADOW if incoming.shadow else weights_pb2.COMMIT_MODE_INPLACE,
-            loader_names=max((worker.loader_names for worker in placed), key=len),
-        )
+        mode = weights_pb2.COMMIT_MODE_SHADOW if incoming.shadow else weights_pb2.COMMIT_MODE_INPLACE
+        return CommitReport(placed, time.perf_counter() - stopped, mode)
 
     async def abort_receive(self) -> None:
         """See `EngineWeights`."""
@@ -291,16 +278,10 @@ class VersionedEngine(ABC):
         """See `EngineWeights`."""
         return b"".join(await self._ask(WorkerMethods.prepare_send, request.encode(), served))
 
-    async def send(self, request: TransferRequest) -> SendReport:
+    async def send(self, request: TransferRequest) -> Sent:
         """See `EngineWeights`."""
         await self._ask(WorkerMethods.send, request.encode())
-        answers = await self._ask_until_done(WorkerMethods.wait_sent)
-        return SendReport(
-            checksums=tuple(pair for answer in answers for pair in answer.checksums),
-            pack_s=max(answer.pack_s for answer in answers),
-            checksum_s=max(answer.checksum_s for answer in answers),
-            slot_bytes=max(answer.slot_bytes for answer in answers),
-        )
+        return Sent.of_all(await self._ask_until_done(WorkerMethods.wait_sent))
 
     async def end_send(self) -> None:
         """See `EngineWeights`."""
@@ -376,9 +357,3 @@ def samples_that_fit(requests: int, cache_tokens: int, longest: int) -> int:
 
 def _cache_key(version: Version | None, weight_changes: int) -> str:
     return f"{version}.{weight_changes}"
-
-
-def _check_placed(workers: Sequence[Placed]) -> None:
-    """Raises InvalidJob for tensors of which no worker took anything."""
-    if nowhere := set.intersection(*(set(worker.unplaced) for worker in workers)):
-        raise tensors_untaken(sorted(nowhere))

@@ -10,53 +10,19 @@ from millrace.spec.rollout import CachePolicy
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Manifest
 from services.rollout.weights.transfer_request import TransferRequest
-from services.rollout.weights.worker_methods import Checksums
-
-
-@dataclass(frozen=True)
-class ReceiveReport:
-    """How the bytes of one version came in. Seconds of wall time."""
-
-    checksums: Checksums
-    """Number and checksum of every message that each worker received, for all workers. See `expected.py`."""
-    wire_s: float
-    """Time inside the channel's calls, of the slowest worker."""
-    checksum_s: float
-    code_s: float = 0.0
-    """Time to decode messages if only changes travel, of the slowest worker."""
+from services.rollout.weights.worker_methods import Placed, Received, Sent
 
 
 @dataclass(frozen=True)
 class CommitReport:
-    """How a version was put in place. Seconds of wall time."""
+    """How a version was put in place."""
 
-    apply_s: float
-    """Time to write the engine's parameters, of the slowest worker."""
-    compare_s: float
-    """Time to compare the parameters bit for bit with what was received, of the slowest worker."""
+    placed: Placed
+    """What the engine's workers did for that."""
     pause_s: float
-    """Time from the last token under the old version, or the order to pause if that came later, until generation
+    """Seconds from the last token under the old version, or the order to pause if that came later, until generation
     could continue."""
-    loader_tensors: int
-    """Tensors that went whole through the engine's own loader."""
-    loader_bytes: int = 0
-    staging_bytes: int = 0
-    """Memory that the transfer took in addition to the parameters, of the worker where it took most."""
     mode: "weights_pb2.CommitMode" = weights_pb2.COMMIT_MODE_SHADOW
-    loader_names: tuple[str, ...] = ()
-    """Names of some of the loader's tensors."""
-
-
-@dataclass(frozen=True)
-class SendReport:
-    """How the version in place was sent to siblings. Seconds of the slowest worker."""
-
-    checksums: Checksums
-    """Number and checksum of every message that each worker packed, for all workers."""
-    pack_s: float
-    checksum_s: float
-    slot_bytes: int
-    """Memory that the sending took, of the worker where it took most."""
 
 
 class EngineWeights(Protocol):
@@ -94,7 +60,7 @@ class EngineWeights(Protocol):
         """Starts receiving the prepared transfer during generation; one that is put in place as it arrives pauses
         generation first. Returns at once."""
 
-    async def received(self) -> ReceiveReport:
+    async def received(self) -> Received:
         """Waits for the last byte. Raises PublicationFailed if it does not come."""
 
     async def commit(self, version: Version | None, cache_policy: CachePolicy) -> CommitReport:
@@ -110,7 +76,7 @@ class EngineWeights(Protocol):
         id if the parameters are on GPUs. Raises PublicationFailed if some of it is not here as it was
         published."""
 
-    async def send(self, request: TransferRequest) -> SendReport:
+    async def send(self, request: TransferRequest) -> Sent:
         """Sends during generation; returns when the last byte is sent. Raises PublicationFailed if that fails, and
         if `end_send` comes first."""
 

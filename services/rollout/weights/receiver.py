@@ -17,9 +17,10 @@ from millrace.telemetry.spans.recorder import RECORDER
 from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.weights.plans.manifest import Content
 from millrace.weights.plans.wire_layouts import Planner
-from services.rollout.weights.engine_weights import CommitReport, EngineWeights, ReceiveReport
+from services.rollout.weights.engine_weights import CommitReport, EngineWeights
 from services.rollout.weights.sibling_copies import ServedContent, ServedVersion, SiblingCopies
 from services.rollout.weights.transfer_request import NO_PLAN, ExpectedMessages, TransferRequest, expected
+from services.rollout.weights.worker_methods import Received
 
 log = structlog.get_logger(__name__)
 VERSION_COMMITTED = "version committed"
@@ -85,7 +86,7 @@ class PublicationReceiver:
         """The result of PREPARE, for the publication of `_state`."""
         self._known_plan = NO_PLAN
         self._planner = Planner()
-        self._received: ReceiveReport | None = None
+        self._received: Received | None = None
         self._began_s = 0.0
         """Unix time at which the last transfer began."""
         self._report = weights_pb2.MemberReport()
@@ -306,19 +307,20 @@ class PublicationReceiver:
     def _member_report(self, committed: CommitReport) -> weights_pb2.MemberReport:
         prepared, received = self._prepared, self._received
         assert prepared is not None and received is not None
+        placed = committed.placed
         return weights_pb2.MemberReport(
             member_id=self._member_id,
             bytes=prepared.expected.bytes,
             prepare_s=prepared.seconds,
             wire_s=received.wire_s,
-            verify_s=received.checksum_s + committed.compare_s,
-            apply_s=committed.apply_s,
+            verify_s=received.checksum_s + placed.compare_s,
+            apply_s=placed.apply_s,
             pause_s=committed.pause_s,
-            loader_tensors=committed.loader_tensors,
-            loader_bytes=committed.loader_bytes,
-            staging_bytes=committed.staging_bytes,
+            loader_tensors=placed.loader_tensors,
+            loader_bytes=placed.loader_bytes,
+            staging_bytes=placed.staging_bytes,
             mode=committed.mode,
-            loader_names=committed.loader_names,
+            loader_names=placed.loader_names,
             code_s=received.code_s,
         )
 

@@ -4,9 +4,9 @@
 and dataclasses of them, so that `worker_rpc.py` can carry them between processes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 Checksums = tuple[tuple[int, int], ...]
 """Number of each message of the plan, and the checksum of its bytes."""
@@ -34,19 +34,31 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Received:
-    """What one worker received. Seconds of wall time."""
+    """What one worker received, or all of them. Seconds of wall time, of the slowest worker."""
 
     checksums: Checksums
+    """Number and checksum of every message. See `ExpectedMessages`."""
     wire_s: float
     """Time inside the channel's calls."""
     checksum_s: float
     code_s: float = 0.0
     """Time to decode messages if only changes travel."""
 
+    @classmethod
+    def of_all(cls, workers: Sequence[Self]) -> Self:
+        """What all workers of an engine received."""
+        return cls(
+            checksums=tuple(pair for worker in workers for pair in worker.checksums),
+            wire_s=max(worker.wire_s for worker in workers),
+            checksum_s=max(worker.checksum_s for worker in workers),
+            code_s=max(worker.code_s for worker in workers),
+        )
+
 
 @dataclass(frozen=True)
 class Placed:
-    """How one worker put a version in place. Seconds of wall time."""
+    """How one worker put a version in place, or all of them. Each figure is that of the worker with the largest one;
+    seconds are of wall time."""
 
     apply_s: float
     """Time to write the parameters."""
@@ -60,18 +72,42 @@ class Placed:
     loader_names: tuple[str, ...] = ()
     """Names of some of the loader's tensors."""
     unplaced: tuple[str, ...] = ()
-    """Tensors of the manifest of which this worker's loader took nothing."""
+    """Tensors of the manifest of which no worker's loader took anything."""
+
+    @classmethod
+    def of_all(cls, workers: Sequence[Self]) -> Self:
+        """How all workers of an engine put a version in place."""
+        return cls(
+            apply_s=max(worker.apply_s for worker in workers),
+            compare_s=max(worker.compare_s for worker in workers),
+            loader_tensors=max(worker.loader_tensors for worker in workers),
+            loader_bytes=max(worker.loader_bytes for worker in workers),
+            staging_bytes=max(worker.staging_bytes for worker in workers),
+            loader_names=max((worker.loader_names for worker in workers), key=len),
+            unplaced=tuple(sorted(set.intersection(*(set(worker.unplaced) for worker in workers)))),
+        )
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What one worker sent to siblings. Seconds of wall time."""
+    """What one worker sent to siblings, or all of them. Seconds of wall time, of the slowest worker."""
 
     checksums: Checksums
+    """Number and checksum of every message."""
     pack_s: float
     checksum_s: float
     slot_bytes: int
-    """Memory that the sending took."""
+    """Memory that the sending took, of the worker where it took most."""
+
+    @classmethod
+    def of_all(cls, workers: Sequence[Self]) -> Self:
+        """What all workers of an engine sent."""
+        return cls(
+            checksums=tuple(pair for worker in workers for pair in worker.checksums),
+            pack_s=max(worker.pack_s for worker in workers),
+            checksum_s=max(worker.checksum_s for worker in workers),
+            slot_bytes=max(worker.slot_bytes for worker in workers),
+        )
 
 
 class WorkerMethods(Protocol):

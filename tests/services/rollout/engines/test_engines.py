@@ -41,8 +41,9 @@ from services.rollout.engine import (
 )
 from services.rollout.engines import create
 from services.rollout.engines.vllm.versions import VersionMarks
-from services.rollout.weights.engine_weights import CommitReport, ReceiveReport
+from services.rollout.weights.engine_weights import CommitReport
 from services.rollout.weights.transfer_request import TransferRequest
+from services.rollout.weights.worker_methods import Received
 from tests.adapters import published, with_adapter
 from tests.models import byte_tokenizer, random_model
 from tests.sender import Sender, export
@@ -161,13 +162,13 @@ class Case:
         expected = [logprobs(self.model, PROMPT, sample.tokens, **sampling) for sample in samples]
         return self.agrees(np.concatenate([sample.logprobs for sample in samples]), np.concatenate(expected))
 
-    async def receive(self, sender: Sender | ShardSender) -> ReceiveReport:
+    async def receive(self, sender: Sender | ShardSender) -> Received:
         await self.engine.prepare_receive(sender.request)
         sender.start()
         await self.engine.begin_receive()
         return await self.receive_rest(sender)
 
-    async def receive_rest(self, sender: Sender | ShardSender) -> ReceiveReport:
+    async def receive_rest(self, sender: Sender | ShardSender) -> Received:
         sender.release()
         reception = await self.engine.received()
         sender.join()
@@ -573,8 +574,8 @@ def test_every_tensor_in_the_engine_is_the_senders_bit_for_bit(case: Case, run: 
     for name, tensor in sent.items():
         assert held[name].dtype == tensor.dtype == case.dtype
         assert torch.equal(held[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
-    assert swap.loader_tensors == len(sent)
-    assert swap.pause_s > swap.apply_s > 0
+    assert swap.placed.loader_tensors == len(sent)
+    assert swap.pause_s > swap.placed.apply_s > 0
 
 
 @pytest.mark.parametrize("mode", [weights_pb2.COMMIT_MODE_SHADOW, weights_pb2.COMMIT_MODE_INPLACE])
@@ -583,7 +584,7 @@ def test_a_sharded_publication_is_the_oracle_bit_for_bit(case: Case, run: Run, m
 
     async def published() -> None:
         swap = await case.publish_shards(mode)
-        assert (swap.mode, swap.loader_tensors, swap.loader_bytes) == (mode, 0, 0)
+        assert (swap.mode, swap.placed.loader_tensors, swap.placed.loader_bytes) == (mode, 0, 0)
         shards = await engine_parameters(case.engine)
         broadcast = Sender(export(case.model), version=case.version + 1)
         case.version += 1

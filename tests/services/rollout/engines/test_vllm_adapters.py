@@ -65,7 +65,7 @@ class Served:
             sender = ShardSender(shards, wanted, version=self.version, mode=mode)  # type: ignore[arg-type]
         await self.case.receive(sender)
         swap = await self.engine.commit(sender.request.version, "recompute")
-        assert mode is None or (swap.mode, swap.loader_tensors) == (mode, 0)
+        assert mode is None or (swap.mode, swap.placed.loader_tensors) == (mode, 0)
 
     async def publish_adapter(self, adapted: Any, mode: int | None = SHADOW) -> None:
         await self.publish(published(adapted), Content.ADAPTER, mode)
