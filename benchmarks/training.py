@@ -163,7 +163,7 @@ def draw_weights() -> None:
     """Both backends draw weights instead of reading a folder that would have to be written first."""
     from services.trainer.backends.megatron import backend as megatron
 
-    megatron.read = random_weights
+    megatron.read = random_weights  # type: ignore[attr-defined]
     draw_fsdp2_weights()
 
 

@@ -111,10 +111,12 @@ def deepep(world: World, case: dict[str, Any]) -> dict[str, Any]:
     from millrace.backends.megatron import Experts, MegatronOptions, deepep_obstacle
     from millrace.errors import InvalidJob
     from services.trainer.backends.megatron.model.configuration import dispatcher
+    from services.trainer.ranks.world import hosts_of_ranks
 
-    taken = dispatcher(MegatronOptions(expert_parallel=2))
+    hosts = hosts_of_ranks()
+    taken = dispatcher(MegatronOptions(expert_parallel=2), hosts)
     try:
-        demanded = dispatcher(MegatronOptions(expert_parallel=2, experts=Experts(dispatcher="deepep")))
+        demanded = dispatcher(MegatronOptions(expert_parallel=2, experts=Experts(dispatcher="deepep")), hosts)
     except InvalidJob as error:
         demanded = str(error)
     return {"obstacle": deepep_obstacle(), "auto": taken, "demanded": demanded}

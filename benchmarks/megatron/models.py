@@ -76,7 +76,8 @@ def small_model(kind: str, folder: Path, *, laptop: bool) -> None:
         case "dense":
             config = Qwen3Config(**sizes, head_dim=16 * scale, tie_word_embeddings=False)
         case "moe":
-            config = Qwen3MoeConfig(**sizes, **experts, num_experts=8, head_dim=16 * scale, tie_word_embeddings=False)
+            heads: dict[str, Any] = {"head_dim": 16 * scale}
+            config = Qwen3MoeConfig(**sizes, **experts, **heads, num_experts=8, tie_word_embeddings=False)
         case "latent":
             latent: dict[str, Any] = {
                 "kv_lora_rank": 64,

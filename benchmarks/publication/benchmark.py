@@ -162,7 +162,7 @@ class PublicationBenchmark:
         """From PREPARE to COMMIT. `prepare` and `send` are the senders' part: they return the plan's hashes, and the
         checksums with the seconds of the slowest sender."""
         publication = PublicationId.from_proto(request.publication)
-        agreed, hashes = await asyncio.gather(self._receiver.prepare(request), prepare())
+        agreed, hashes = await asyncio.gather(self._receiver.agree_on_plan(request), prepare())
         assert set(hashes) == {agreed.plan_hash}, "sender and receiver have different plans"
         prepared = time.perf_counter()
         await self._receiver.transfer(publication)
