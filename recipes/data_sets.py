@@ -8,7 +8,7 @@ from millrace import hub
 from millrace.data import PromptRow
 from millrace.data.row import write_rows
 from millrace.errors import InvalidJob, MillraceError
-from recipes import dapo_math, gsm8k
+from recipes import dapo_math, geometry3k, gsm8k
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class DataSet:
 DATA_SETS = {
     "gsm8k": DataSet(gsm8k.TRAIN, gsm8k.TEST, gsm8k.rows),
     "dapo-math": DataSet(dapo_math.TRAIN, dapo_math.TEST, dapo_math.rows),
+    "geometry3k": DataSet(geometry3k.TRAIN, geometry3k.TEST, geometry3k.rows),
 }
 
 

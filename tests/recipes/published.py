@@ -6,6 +6,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.image_models import picture
+
 SUMS = (
     ("Ada has 48 shells and gives half of them away. How many has she left?", "48/2 = <<48/2=24>>24 shells.\n#### 24"),
     ("A bus has 1,000 seats and gets 80 more. How many?", "1000 + 80 = <<1000+80=1080>>1,080 seats.\n#### 1,080"),
@@ -22,6 +24,19 @@ PROBLEMS = (
 
 def gsm8k_file(path: Path) -> Path:
     pq.write_table(pa.Table.from_pylist([{"question": q, "answer": a} for q, a in SUMS]), path)
+    return path
+
+
+def geometry_file(path: Path, **changed: Any) -> Path:
+    """Two problems, with one image and with two, as the data sets of Hugging Face hold images; `changed` is other in
+    the last one."""
+    images = [{"bytes": picture(seed, 40, 30), "path": f"{seed}.png"} for seed in range(3)]
+    rows: list[dict[str, Any]] = [
+        {"images": images[:1], "problem": "<image>Find $x$.", "answer": "2 \\sqrt { 221 }"},
+        {"images": images[1:], "problem": "<image>Find y, where <image>.", "answer": "4"},
+    ]
+    rows[-1] |= changed
+    pq.write_table(pa.Table.from_pylist(rows), path)
     return path
 
 

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 from millrace.data import PromptRow, open_source
+from millrace.data.columns.layout import Reading
 from millrace.errors import BadRow, InvalidJob, MillraceError
 from millrace.rewards import load
-from recipes import gsm8k
+from recipes import geometry3k, gsm8k
 from recipes.data_sets import DATA_SETS, converted, data_set
-from tests.recipes.published import PROBLEMS, SUM_TRUTHS, SUMS, dapo_file, gsm8k_file
+from tests.image_models import picture
+from tests.recipes.published import PROBLEMS, SUM_TRUTHS, SUMS, dapo_file, geometry_file, gsm8k_file
 
 
 def read(file: Path) -> list[PromptRow]:
@@ -61,6 +63,40 @@ def test_dapo_math_has_every_problem_once_and_none_with_two_answers(problems: li
         (message,) = row.prompt
         assert isinstance(message, dict) and f"\n\n{problem}\n\n" in message["content"]
     assert {row.data_source for row in problems} == {"math_dapo"} and {row.reward_style for row in problems} == {"rule"}
+
+
+def test_geometry3k_keeps_its_images_and_places_and_its_answers_earn_the_reward(tmp_path: Path) -> None:
+    rows = DATA_SETS["geometry3k"].rows
+    assert converted(str(geometry_file(tmp_path / "published.parquet")), rows, tmp_path / "train.parquet") == 2
+    one, two = open_source([tmp_path / "train.parquet"], reading=Reading(most_images=2))
+    assert [one.images, two.images] == [(picture(0, 40, 30),), (picture(1, 40, 30), picture(2, 40, 30))]
+    (message,) = two.prompt
+    assert isinstance(message, dict)
+    kinds = [part["type"] if part["type"] == "image" else part["text"] for part in message["content"]]
+    assert kinds == ["image", "Find y, where ", "image", f".\n\n{geometry3k.INSTRUCTION}"]
+    score = load("by_data_source", {})
+    for row, said, earned in ((one, "2\\sqrt{221}", 1.0), (one, "221", 0.1), (two, "4", 1.0)):
+        answer = f"<think>Look.</think> It is \\boxed{{{said}}}."
+        given = {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
+        found = score(solution_str=answer, **given)
+        assert float(found["score"] if isinstance(found, dict) else found) == pytest.approx(earned)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"answer": " "}, "answer: has no text"),
+        ({"images": []}, "fewer images"),
+        ({"problem": "Find y."}, "more images"),
+    ],
+)
+def test_a_geometry_row_that_cannot_be_used_stops_the_conversion(
+    changed: dict[str, object], told: str, tmp_path: Path
+) -> None:
+    source = geometry_file(tmp_path / "published.parquet", **changed)
+    with pytest.raises(BadRow, match=told):
+        converted(str(source), geometry3k.rows, tmp_path / "train.parquet")
+    assert not (tmp_path / "train.parquet").exists()
 
 
 @pytest.mark.parametrize("number", range(len(SUMS)))
@@ -135,5 +171,5 @@ def test_a_source_that_is_missing_or_empty_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(MillraceError, match="has no rows"):
         converted(str(tmp_path / "empty.jsonl"), gsm8k.rows, tmp_path / "out.parquet")
-    with pytest.raises(InvalidJob, match="choose one of gsm8k, dapo-math"):
+    with pytest.raises(InvalidJob, match="choose one of gsm8k, dapo-math, geometry3k"):
         data_set("gsm")
