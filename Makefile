@@ -33,7 +33,7 @@ export MPLBACKEND ?= Agg
 export TOKENIZERS_PARALLELISM ?= false
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help docs install demo test tests test-all tests-all test-fast test-compose test-hosts test-cluster test-environments test-web web lint style types format proto bench bench-learning chaos clean
+.PHONY: help docs install demo test tests test-all tests-all test-fast test-compose test-hosts test-cluster test-environments test-megatron test-web web lint style types format proto bench bench-learning chaos clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -110,6 +110,19 @@ test-environments: $(HOSTS)/openenv $(HOSTS)/verifiers ## environments of others
 	MILLRACE_OPENENV_PYTHON=$(CURDIR)/$(HOSTS)/openenv/bin/python \
 	MILLRACE_VERIFIERS_PYTHON=$(CURDIR)/$(HOSTS)/verifiers/bin/python \
 	$(BIN)/python -m pytest $(or $(TESTS),$(addprefix tests/services/rollout/,environments/test_openenv.py sessions/test_verifiers.py) $(addprefix tests/e2e/agents/test_,tool_servers.py verifiers_host.py))
+
+# Megatron-Core 0.19 needs Python 3.12. pyenv finds one that is not its default by PYENV_VERSION.
+MEGATRON := $(HOSTS)/megatron
+$(MEGATRON)/installed: pyproject.toml $(OVERRIDES) | $(INSTALLED)
+	PYENV_VERSION=3.12 $(BIN)/uv venv --quiet --clear --no-python-downloads --python 3.12 $(MEGATRON)
+	$(BIN)/uv pip install --quiet --python $(MEGATRON)/bin/python --override $(OVERRIDES) -e ".[$(EXTRAS)]"
+	@touch $@
+
+test-megatron: export OMP_NUM_THREADS ?= 1
+test-megatron: export MILLRACE_OTHER_MEGATRON ?= $(CURDIR)/$(BIN)/python
+test-megatron: $(MEGATRON)/installed ## the trainer's tests with Megatron-Core 0.19 (needs Python 3.12; installs it into .environments)
+	$(RESOLVER) $(MEGATRON)/bin/python -m pytest --numprocesses $(WORKERS) --durations 5 -m "not matrix" \
+	  $(or $(TESTS),$(addprefix tests/services/trainer/,backends/megatron checkpoints ranks))
 
 lint: style types ## ruff, mypy, and whether the stubs are those of proto/
 

@@ -18,8 +18,10 @@ from millrace.validation.fields import StrictModel
 from millrace.validation.limits import LARGEST_WEIGHT, MOST_RANKS
 from millrace.validation.mistakes import options
 
+TESTED_MEGATRON = ("0.16.1", "0.19.2")
+"""Releases of megatron-core. 0.19 needs Python 3.12, and was not run on GPUs."""
 TESTED_DEEPEP = "1.2.1"
-"""The last release whose `Buffer` Megatron-Core 0.16 calls."""
+"""The last release whose `Buffer` Megatron-Core calls."""
 
 
 @functools.cache
@@ -168,7 +170,7 @@ DESCRIPTOR = BackendDescriptor(
         imports=("megatron.core",),
         extras=("cpu-megatron", "gpu-megatron"),
         also_shown=("torch",),
-        tested={"megatron-core": ("0.16.1",), "torch": TESTED_TORCH},
+        tested={"megatron-core": TESTED_MEGATRON, "torch": TESTED_TORCH},
     ),
     build="services.trainer.backends.megatron.build:build",
     options=MegatronOptions,

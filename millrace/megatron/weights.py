@@ -2,8 +2,8 @@
 
     layout(shape, topology, rank, TRANSFORMER_ENGINE)[chunk]["decoder.layers.0.self_attention.linear_qkv.weight"]
 
-is a Placement. Names and splits are those of megatron-core 0.16. A rank that builds its model checks its parameters
-against this map, so that a change in a new release is noticed.
+is a Placement. Names and splits are those of megatron-core 0.16 and 0.19. A rank that builds its model checks its
+parameters against this map, so that a change in a new release is noticed.
 """
 
 from collections.abc import Iterable, Iterator

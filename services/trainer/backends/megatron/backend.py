@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from millrace.backends.megatron import MegatronOptions, parse
+from millrace.backends.megatron import TESTED_MEGATRON, MegatronOptions, parse
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures.shape import ModelShape, sequence_cost
 from millrace.megatron.topology import Topology
@@ -377,5 +377,5 @@ def _check_layout(chunk: nn.Module, placements: Mapping[str, Any]) -> None:
         wrong = sorted(set(built.items()) ^ set(mapped.items()))
         raise InvalidJob(
             f"megatron-core built {len(wrong)} parameters that the weight map does not know so: {wrong[:4]} …",
-            "install megatron-core 0.16.",
+            f"install megatron-core {' or '.join(TESTED_MEGATRON)}.",
         )

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
@@ -145,14 +144,28 @@ def free_dispatchers(chunks: Sequence[nn.Module]) -> None:
                     setattr(owner, name, None)
 
 
+def _take_losses() -> list[Tensor]:
+    """What Megatron has added up of each auxiliary loss, by layer, since the last call."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ModuleNotFoundError:  # megatron-core 0.16
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        tracked = get_moe_layer_wise_logging_tracker()
+        found = [losses["values"] for losses in tracked.values()]
+    else:
+        tracked = get_moe_metrics_tracker().metrics
+        found = [losses.values for losses in tracked.values()]
+    tracked.clear()
+    return found
+
+
 def auxiliary_loss(balancing: str, layers: int, microbatches: int) -> float:
     """The auxiliary loss without its coefficient: its mean over micro-batches, data-parallel ranks and the `layers`
     with experts, since the last call. A collective of all ranks."""
-    tracked = get_moe_layer_wise_logging_tracker()
     total = torch.zeros(1, dtype=torch.float32, device=torch.cuda.current_device())
-    for losses in tracked.values():
-        total += losses["values"].sum()
-    tracked.clear()
+    for losses in _take_losses():
+        total += losses.sum()
     # Ranks that share a batch have parts of its loss. Of the global loss all ranks have a part.
     dist.all_reduce(total)
     batches = 1 if balancing == "global_aux_loss" else parallel_state.get_data_parallel_world_size()

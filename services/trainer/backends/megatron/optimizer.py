@@ -139,7 +139,7 @@ class Updater:
         self._prepare()
         squares = {False: 0.0, True: 0.0}
         for part in self.parts:
-            gradients = part.get_main_grads_for_grad_norm()
+            gradients = _gradients_for_norm(part)
             of_experts = part.param_groups[0]["is_expert_parallel"]
             squares[of_experts] += _square(gradients)
         return math.sqrt(sum(_summed(square, self._norm_group(experts)) for experts, square in squares.items()))
@@ -249,6 +249,13 @@ def _summed(value: float, group: dist.ProcessGroup) -> float:
     total = torch.tensor([value], dtype=torch.float64, device=torch.cuda.current_device())
     dist.all_reduce(total, group=group)
     return float(total)
+
+
+def _gradients_for_norm(part: MegatronOptimizer) -> list[Tensor]:
+    """The gradients that count on this rank. megatron-core 0.19 has another name for the method of 0.16."""
+    find = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm
+    gradients: list[Tensor] = find()
+    return gradients
 
 
 def _square(gradients: list[Tensor]) -> float:

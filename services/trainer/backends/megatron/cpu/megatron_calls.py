@@ -1,4 +1,4 @@
-"""Replacements of functions of megatron-core 0.16 that do not work on a host without CUDA."""
+"""Replacements of functions of megatron-core 0.16 and 0.19 that do not work on a host without CUDA."""
 
 import functools
 from collections.abc import Callable

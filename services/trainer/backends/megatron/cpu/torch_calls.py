@@ -1,4 +1,4 @@
-"""Replacements of CUDA calls in torch, for megatron-core 0.16 on a host without CUDA.
+"""Replacements of CUDA calls in torch, for megatron-core 0.16 and 0.19 on a host without CUDA.
 
 megatron-core calls CUDA where it does not have to: it asks for the current device, creates small tensors on "cuda",
 orders streams, keeps CUDA's random state and compares `Tensor.type()` with CUDA's names. `install` replaces these calls

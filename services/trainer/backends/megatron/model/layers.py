@@ -42,7 +42,11 @@ def layers() -> Layers:
 def block(config: TransformerConfig, shape: ModelShape, mine: range, chunk: int | None) -> TransformerBlockSubmodules:
     """Specification of the layers `mine` of the model, for the pipeline chunk `chunk`."""
     if layers() is TRANSFORMER_ENGINE:
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
+        built = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
+        for spec in built.layer_specs:
+            if spec.submodules.self_attention.module is MLASelfAttention:
+                spec.submodules.self_attention.module = LatentAttention
+        return built
     specs = [_layer(shape, experts=shape.has_experts(layer)) for layer in mine]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
 
@@ -101,7 +105,16 @@ def _latent_attention() -> ModuleSpec:
         q_layernorm=Norm,
         kv_layernorm=Norm,
     )
-    return ModuleSpec(module=MLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
+    return ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
+
+
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron has no types
+    """Megatron's latent attention with the parts of its specification. From 0.19 on Megatron would norm the input of a
+    query projection without latents (Moonlight) too, which the models do not."""
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
 
 
 class Norm(torch.nn.RMSNorm):

@@ -1,5 +1,8 @@
 """Checkpoints: saved by four ranks of one topology, read by two of another; Hugging Face folders."""
 
+import json
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from services.trainer.checkpoints import exported
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.conftest import MATRIX, RESUMED, SAVED
+from tests.services.trainer.backends.megatron.launch import launch
 from tests.services.trainer.backends.megatron.plain import Run, stored, train
 from tests.services.trainer.checkpoints.saved import assert_same_files
 
@@ -51,3 +55,34 @@ def test_a_checkpoint_has_an_ordinary_model_folder_in_it(name: str, kind: str, r
 def test_nothing_half_written_is_left(ranks: Ranks) -> None:
     folder = ranks(4)[1] / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == sorted(SAVED)
+
+
+OTHER = os.environ.get("MILLRACE_OTHER_MEGATRON", "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not OTHER, reason="MILLRACE_OTHER_MEGATRON is no Python with another megatron-core: make test-megatron"
+)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("qwen3", {"tensor_parallel": 2}),
+        ("deepseek_v3", {"pipeline_parallel": 2}),
+        ("qwen3_moe", {"expert_parallel": 2}),
+    ],
+)
+def test_goes_on_from_a_checkpoint_of_another_megatron_core(
+    kind: str, options: dict[str, Any], models: dict[str, Path], plain: Callable[[str], Run], tmp_path: Path
+) -> None:
+    saved, case = str(tmp_path / "checkpoint"), {"model": str(models[kind])}
+    calls = {"train": {"cases": {"saved": {**case, "steps": 1, "save_after": 1, "save": saved}}}}
+    command = [OTHER, "-m", "tests.services.trainer.backends.megatron.on_ranks", str(tmp_path), json.dumps(calls)]
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "PYTHONPATH")}
+    subprocess.run(command, cwd=Path(__file__).parents[5], env=alone, check=True, timeout=110)
+    resumed = {**case, "options": options, "resume": saved, "steps": 1}
+    answer = launch(2, tmp_path / "resumed", timeout_s=110, train={"cases": {"resumed": resumed}})["train"]["resumed"]
+    expected = plain(kind)
+    assert answer["updates"] == 2
+    assert answer["losses"] == pytest.approx(expected.losses[1:], rel=2e-5)
+    assert answer["norms"] == pytest.approx(expected.norms[1:], rel=2e-5)
