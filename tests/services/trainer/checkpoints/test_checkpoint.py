@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millrace.errors import InvalidState
 from services.trainer.backends import build
-from services.trainer.checkpoints import checkpoint, export, huggingface
+from services.trainer.checkpoints import checkpoint, huggingface
+from services.trainer.checkpoints.exported import write as write_export
 from services.trainer.protocol.backend import Backend
 from services.trainer.ranks.event_loop import ControlThread
 from tests.models import save_tiny_model
@@ -227,7 +228,7 @@ def test_transformers_reads_the_export(
     original = AutoModelForCausalLM.from_pretrained(folder)
     for name, parameter in original.named_parameters():
         assert torch.equal(read.get_parameter(name), parameter), name
-    export.write(tmp_path / "saved", tmp_path / "exported")
+    write_export(tmp_path / "saved", tmp_path / "exported")
     assert_same_files(tmp_path / "exported", written)
     tokenizer = AutoTokenizer.from_pretrained(written)
     chat = [{"role": "user", "content": "hello"}]
@@ -249,7 +250,7 @@ def test_an_export_of_an_adapter_is_merged(
     step(1, random_groups(4, 4, seed=1))
     save(tmp_path / "saved", backend, 1, huggingface_from=untied_model)
     assert {path.name for path in (tmp_path / "saved").iterdir()} == {"adapter", "state", "trainer.json"}
-    export.write(tmp_path / "saved", tmp_path / "exported")
+    write_export(tmp_path / "saved", tmp_path / "exported")
     published = weights(backend)
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert exported.keys() == published.keys()
@@ -292,7 +293,7 @@ def test_a_mixture_of_experts_is_exported_as_its_folder_has_it(
     tiny.save(kind, folder)
     backend = build(job_spec(folder), one_rank)
     save(tmp_path / "saved", backend, 1)
-    export.write(tmp_path / "saved", tmp_path / "exported", folder, dtype)
+    write_export(tmp_path / "saved", tmp_path / "exported", folder, dtype)
     original = load_file(folder / "model.safetensors")
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert exported.keys() == original.keys()
@@ -304,13 +305,13 @@ def test_a_mixture_of_experts_is_exported_as_its_folder_has_it(
 def test_an_export_says_what_it_lacks(one_rank: torch.device, tied_model: Path, tmp_path: Path) -> None:
     save(tmp_path / "saved", build(job_spec(tied_model), one_rank), 1)
     with pytest.raises(InvalidState, match="is not a checkpoint"):
-        export.write(tmp_path, tmp_path / "exported")
+        write_export(tmp_path, tmp_path / "exported")
     with pytest.raises(InvalidState, match="whose folder is not here") as found:
-        export.write(tmp_path / "saved", tmp_path / "exported")
+        write_export(tmp_path / "saved", tmp_path / "exported")
     assert found.value.fix == "add --model FOLDER."
     with pytest.raises(InvalidState, match="exists already"):
-        export.write(tmp_path / "saved", tmp_path / "saved", tied_model)
+        write_export(tmp_path / "saved", tmp_path / "saved", tied_model)
     (tmp_path / "saved" / "state" / "rank-00000.safetensors").write_bytes(b"")
     with pytest.raises(InvalidState, match="is damaged"):
-        export.write(tmp_path / "saved", tmp_path / "exported", tied_model)
+        write_export(tmp_path / "saved", tmp_path / "exported", tied_model)
     assert {path.name for path in tmp_path.iterdir()} <= {"saved", "model"}
