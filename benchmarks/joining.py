@@ -27,14 +27,15 @@ from safetensors.torch import save_file
 from benchmarks.shapes import config_of
 from millrace.bench.layouts import manifest
 from millrace.client import Client
-from millrace.demo.model import byte_tokenizer
 from millrace.demo.run import ENVIRONMENT
 from millrace.demo.tasks import write_data
+from millrace.demo.tokenizer import byte_tokenizer
 from millrace.engines import ENGINE_NAMES
 from millrace.events import PublicationDone
 from millrace.local import child_processes
-from millrace.local.host import free_port, visible_devices
+from millrace.local.host import visible_devices
 from millrace.local.options import StackOptions
+from millrace.local.ports import free_port
 from millrace.local.stack import Stack
 from millrace.megatron.architectures.published import SHAPES, shape_of
 from millrace.rest import JobState

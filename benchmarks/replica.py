@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.spans import recording
-from millrace.demo.model import byte_tokenizer, random_model
+from millrace.demo.model import random_model
+from millrace.demo.tokenizer import byte_tokenizer
 from millrace.ids import new_member_id
 from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs

@@ -26,7 +26,7 @@ import psutil
 
 from millrace.data.chat import Rendered
 from millrace.data.row import PromptRow
-from millrace.demo.model import byte_tokenizer
+from millrace.demo.tokenizer import byte_tokenizer
 from millrace.ids import Version
 from millrace.service_process import collect_rarely
 from millrace.spec import parse

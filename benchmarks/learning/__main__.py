@@ -20,8 +20,8 @@ from benchmarks.learning.results import Result, Results
 from millrace.client import Client
 from millrace.demo.run import ENVIRONMENT, MARGIN, model_folder
 from millrace.errors import InvalidState, MillraceError
-from millrace.local.host import free_port
 from millrace.local.options import StackOptions
+from millrace.local.ports import free_port
 from millrace.local.stack import Stack
 from millrace.rest import JobState
 from millrace.terminal.output import print_error

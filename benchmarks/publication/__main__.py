@@ -32,7 +32,7 @@ from benchmarks.publication.sender import RemoteRank, serve
 from benchmarks.shapes import config_of
 from millrace.bench.layouts import TrainerLayout, manifest
 from millrace.bench.publication import SHARING
-from millrace.demo.model import byte_tokenizer
+from millrace.demo.tokenizer import byte_tokenizer
 from millrace.local.host import visible_devices
 from millrace.megatron.architectures.published import SHAPES, shape_of
 from millrace.spec import JobSpec, parse

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.publication.sender import ADAPTER, MODEL, RemoteRank
 from millrace.contracts.v1 import rollout_pb2, weights_pb2
 from millrace.ids import MemberId
-from millrace.local.host import free_port
+from millrace.local.ports import free_port
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.boxes import Boxes

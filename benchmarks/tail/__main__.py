@@ -28,8 +28,8 @@ from benchmarks.tail.model import made_model
 from millrace.cli.settings import changes_of
 from millrace.client import Client
 from millrace.demo.run import ENVIRONMENT
-from millrace.local.host import free_port
 from millrace.local.options import StackOptions
+from millrace.local.ports import free_port
 from millrace.local.stack import Stack
 from millrace.rest import JobState, StepMetrics
 from millrace.rest.timeline import IdleCause

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from millrace.demo.model import SIZES, byte_tokenizer
+from millrace.demo.model import SIZES
+from millrace.demo.tokenizer import byte_tokenizer
 
 LIKELY = 60.0
 """Logit of the token that follows."""

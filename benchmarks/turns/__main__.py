@@ -25,10 +25,10 @@ import torch
 
 from benchmarks.shapes import config_of
 from millrace.client import Client
-from millrace.demo.model import byte_tokenizer
 from millrace.demo.run import ENVIRONMENT
-from millrace.local.host import free_port
+from millrace.demo.tokenizer import byte_tokenizer
 from millrace.local.options import StackOptions
+from millrace.local.ports import free_port
 from millrace.local.stack import Stack
 from millrace.megatron.architectures.published import SHAPES, shape_of
 from millrace.rest import JobState

@@ -9,8 +9,8 @@ import typer
 from millrace.engines import ENGINE_NAMES
 from millrace.errors import InvalidState
 from millrace.local.child_processes import watchdog
-from millrace.local.host import free_port
 from millrace.local.options import StackOptions, pythons
+from millrace.local.ports import free_port
 from millrace.local.state_folder import is_running, read_state, span
 from millrace.local.state_folder import scale as ask_for
 

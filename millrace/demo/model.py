@@ -1,6 +1,5 @@
 """A Qwen3 of 427,000 parameters, or of 19 million for GPUs, a Qwen3.5 of 462,000, or a Qwen2.5-VL of 685,000
-with a tower for images, warmed until it gets the task right now and then. Its tokenizer needs no training: 256 byte
-symbols, no merges, three special tokens, ChatML.
+with a tower for images, warmed until it gets the task right now and then.
 
 The demonstrations are wrong more often than right: most of them copy the word instead of turning it round, or give the
 hunt up. So both are in the model's distribution and reinforcement has to choose between them. Warmed on right ones
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -33,26 +31,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from millrace.data.pictures import PROCESSOR
 from millrace.demo.tasks import IMAGE, SIDE, TASKS, VIDEO, VISION_END, VISION_START, Task, Turn
+from millrace.demo.tokenizer import byte_tokenizer
 
 IGNORED = -100
 """The label of tokens without loss."""
-END_OF_TEXT, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-SHOWN = f"{{% if part.type == 'image' %}}{VISION_START}{IMAGE}{VISION_END}{{% else %}}{{{{ part.text }}}}{{% endif %}}"
-CHAT_TEMPLATE_WITH_IMAGES = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}"
-    f"{{% else %}}{{% for part in message['content'] %}}{SHOWN}{{% endfor %}}{{% endif %}}"
-    "{{ '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 Size = Literal["small", "grown"]
 Family = Literal["qwen3", "qwen3.5", "qwen2.5-vl"]
 FAMILIES: tuple[Family, ...] = ("qwen3", "qwen3.5", "qwen2.5-vl")
@@ -114,21 +96,6 @@ Pixels = dict[str, torch.Tensor]
 """Arguments of a model for pictures: patches and the grid of each; empty without pictures."""
 Demonstration = tuple[list[int], list[int]]
 """Token ids of a conversation, and its labels: the ids that the policy says, IGNORED for all others."""
-
-
-def byte_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """259 tokens and `more`: every other text is one token a byte, and decodes to itself."""
-    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in (END_OF_TEXT, TURN, END_OF_TURN)])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in more])
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
-    )
-    made.chat_template = CHAT_TEMPLATE_WITH_IMAGES if IMAGE in more else CHAT_TEMPLATE
-    return made
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from millrace.backends import BACKEND_NAMES
 from millrace.client import Client
 from millrace.engines import ENGINE_NAMES
 from millrace.errors import InvalidJob, InvalidState
-from millrace.local.host import free_port
 from millrace.local.options import StackOptions, pythons
+from millrace.local.ports import free_port
 from millrace.local.stack import Stack
 from millrace.rest import JobState, JobView, LedgerView, StepMetrics
 from millrace.rest.coverage import covered
@@ -59,15 +59,10 @@ def demo(
         typer.Option(metavar="ENGINE=PATH", help="Interpreter of the replicas with an engine; as often as needed."),
     ] = None,
     backend: Annotated[str, typer.Option(help=f"Training backend: {' or '.join(BACKEND_NAMES)}.")] = "fsdp2",
-    task: Annotated[
-        str, typer.Option(help="reverse: words are turned round. hunt: turns with a tool. look: pictures.")
-    ] = ("reverse"),
+    task: Annotated[str, typer.Option(help="reverse, hunt (turns with a tool), or look (pictures).")] = "reverse",
     size: Annotated[str, typer.Option(help="Of the model: small, or grown, for GPUs.")] = "small",
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="qwen3; qwen3.5, with a layer of GatedDeltaNet; qwen2.5-vl, for the task look, which has it."
-        ),
+        str | None, typer.Option(help="qwen3; qwen3.5, with a layer of GatedDeltaNet; qwen2.5-vl, for the task look.")
     ] = None,
     lora: Annotated[
         int | None, typer.Option(metavar="RANK", help="Train adapters of this rank instead of all weights.", min=1)

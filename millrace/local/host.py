@@ -1,32 +1,7 @@
-"""The ports and the CUDA devices of this host."""
+"""The CUDA devices of this host."""
 
 import os
-import socket
-from collections.abc import Mapping
 from pathlib import Path
-
-from millrace.errors import Unavailable
-
-
-def check_free(ports: Mapping[str, int]) -> None:
-    """Raises Unavailable, naming the option, if one of `ports` (option → port) is taken."""
-    for option, port in ports.items():
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError as error:
-                raise Unavailable(
-                    f"port {port} is not available: {error.strerror}.",
-                    f"choose another with {option}, or stop what holds it (`ss -ltnp 'sport = :{port}'` names it).",
-                ) from error
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def visible_devices() -> list[str]:

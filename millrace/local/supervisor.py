@@ -18,10 +18,11 @@ from millrace.data import shared_copies
 from millrace.errors import InvalidState, MillraceError, Unavailable
 from millrace.local import child_processes, state_folder
 from millrace.local.folders import new_private_folder
-from millrace.local.host import check_free, visible_devices
+from millrace.local.host import visible_devices
 from millrace.local.launcher import STANDBY
 from millrace.local.lives import Restarts, joined
 from millrace.local.options import Service, StackOptions, services
+from millrace.local.ports import check_free
 from millrace.local.service_log import ServiceLog, say
 from millrace.local.state_folder import only_one
 from millrace.rest import MemberState

@@ -16,9 +16,9 @@ import typer
 
 from millrace.engines import ENGINE_NAMES, ENGINES
 from millrace.errors import MillraceError
-from millrace.local.host import free_port
 from millrace.local.launcher import FORKING, Launcher, fork_from
 from millrace.local.lives import Restarts
+from millrace.local.ports import free_port
 from millrace.service_process import VersionOption
 from millrace.telemetry import logs
 from millrace.wire import last_words

@@ -17,9 +17,9 @@ from typing import Annotated
 import typer
 
 from millrace.errors import MillraceError
-from millrace.local.host import free_port
 from millrace.local.launcher import FORKING, Launcher, fork_from, stand_by
 from millrace.local.lives import Restarts
+from millrace.local.ports import free_port
 from millrace.service_process import VersionOption
 from millrace.telemetry import logs
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsPortOption

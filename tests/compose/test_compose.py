@@ -17,7 +17,7 @@ import pytest
 
 from millrace.client import Client
 from millrace.errors import MillraceError
-from millrace.local.host import free_port
+from millrace.local.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]

@@ -5,8 +5,8 @@ from itertools import islice
 
 import pytest
 
-from millrace.demo.model import byte_tokenizer
 from millrace.demo.tasks import Hunt, TreasureHunt
+from millrace.demo.tokenizer import byte_tokenizer
 from services.rollout.episode.chat import Chat
 
 HUNT = TreasureHunt()

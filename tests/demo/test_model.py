@@ -9,18 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from millrace.data.chat import render
 from millrace.data.model_folder import check_model_folder
 from millrace.data.pictures import Pictures
-from millrace.demo.model import (
-    IGNORED,
-    WarmUp,
-    byte_tokenizer,
-    demonstration,
-    drawn,
-    made_model,
-    probability,
-    random_model,
-    warmed,
-)
+from millrace.demo.model import IGNORED, WarmUp, demonstration, drawn, made_model, probability, random_model, warmed
 from millrace.demo.tasks import TASKS
+from millrace.demo.tokenizer import byte_tokenizer
 
 SHORT = WarmUp(seed=1, until=0.0, look_every=3, samples=4)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millrace.backends.megatron import deepep_obstacle
-from millrace.local.host import free_port
+from millrace.local.ports import free_port
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ import structlog
 
 from millrace.contracts.v1 import nodes_pb2, nodes_pb2_grpc
 from millrace.errors import Fenced, InvalidJob, InvalidState, Unavailable
-from millrace.local.host import free_port
+from millrace.local.ports import free_port
 from millrace.wire.address import host_address
 from millrace.wire.channel import PROTOCOL_VERSION
 from millrace.wire.membership import note_drained

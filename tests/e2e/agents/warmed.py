@@ -8,8 +8,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3ForCausalLM
 
-from millrace.demo.model import IGNORED, byte_tokenizer, demonstration
+from millrace.demo.model import IGNORED, demonstration
 from millrace.demo.tasks import Turn
+from millrace.demo.tokenizer import byte_tokenizer
 from tests.models import tiny_config
 
 CONVERSATIONS = 16

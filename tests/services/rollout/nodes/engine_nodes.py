@@ -14,7 +14,7 @@ import psutil
 
 from millrace.contracts.methods import RolloutRpc
 from millrace.contracts.v1 import rollout_pb2, weights_pb2, work_pb2
-from millrace.local.host import free_port
+from millrace.local.ports import free_port
 from millrace.spec import JobSpec
 from millrace.weights.plans import wire_layouts
 from millrace.wire.channel import Peer
