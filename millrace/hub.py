@@ -148,7 +148,7 @@ Change = Callable[[HubName | None, str, str], list[str]]
 
 
 def _collecting(change: Change, mistakes: list[Mistake]) -> Callable[[str, str], list[str]]:
-    """`change` for the text of a field. Where it raises InvalidJob, the mistakes are kept and the text stays."""
+    """`change` for the text of a field. If it raises InvalidJob, the mistakes are kept and the text stays."""
 
     def changed(field: str, text: str) -> list[str]:
         try:

@@ -80,7 +80,7 @@ class Pictures:
         return int(self.processor.get_number_of_image_patches(image.height, image.width, {})) // self.merged
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[Any], label: str = "the prompt") -> list[int]:
-        """The prompt as the model sees it, from one with one token for each image. Raises BadRow where the numbers of
+        """The prompt as the model sees it, from one with one token for each image. Raises BadRow if the numbers of
         both differ."""
         places = sum(token == self.token for token in token_ids)
         if places != len(images):
@@ -100,5 +100,5 @@ class Pictures:
 
 
 def pictures_of(model: str, images: Any) -> Pictures | None:
-    """The pictures of a job: `images` is its `data.images`. None where it has none. Raises InvalidJob."""
+    """The pictures of a job: `images` is its `data.images`. None if it has none. Raises InvalidJob."""
     return None if images is None else Pictures.of_folder(model, images.max_pixels)

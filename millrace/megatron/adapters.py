@@ -2,7 +2,7 @@
 and which part of their matrices a rank holds. Torch-free.
 
 A fused layer such as `linear_qkv` has one pair of matrices for each layer of the model folder in it, so an adapter is
-the same whatever trains it. A is [rank, in], B is [out, rank]. Where a layer is split by rows, a rank has all of A and
+the same whatever trains it. A is [rank, in], B is [out, rank]. If a layer is split by rows, a rank has all of A and
 its rows of B; where it is split by columns, its columns of A and all of B. Each expert has matrices of its own.
 """
 

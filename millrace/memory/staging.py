@@ -25,7 +25,7 @@ def published_bytes(spec: JobSpec, shape: ModelShape) -> float:
 
 def sender_bytes(spec: JobSpec, shape: ModelShape) -> float:
     """Buffers on a rank of the trainer: the messages of the rounds in flight, and, if weights are merged with an
-    adapter, one of them at a time. Where tensors are gathered, the largest one twice."""
+    adapter, one of them at a time. If tensors are gathered, the largest one twice."""
     if spec.publication.path == "gather_broadcast":
         return 2.0 * 4 * shape.vocabulary * shape.hidden
     rounds = min(ROUNDS * MESSAGE_BYTES, _each_time(spec, shape))

@@ -2,7 +2,7 @@
 
 `python -m millrace.sandbox.command SETUP PROGRAM ARGUMENT...`, where SETUP is the JSON of `Limits`. The folders of the
 program and of the files that are named as arguments can be seen inside. The sandbox ends with this process, and this
-process with the one that started it. Where a boundary is required that the machine does not give, the program is not
+process with the one that started it. If a boundary is required that the machine does not give, the program is not
 started and the exit status is UNCONTAINED.
 """
 

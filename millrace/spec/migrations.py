@@ -29,7 +29,7 @@ RENAMED = (Renamed("reward.functions.*.judge", "api_key_env", "api_key", _variab
 
 
 def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the spec's tree with the names of this release. Where both names are given the tree keeps both, so that
+    """A copy of the spec's tree with the names of this release. If both names are given the tree keeps both, so that
     the check of the spec refuses the old one."""
     copied = {**tree}
     for renamed in RENAMED:

@@ -39,7 +39,7 @@ def passes_of(spec: JobSpec, *, updates: int, policy_is_trained: bool = True) ->
     """The passes of a step with so many updates.
 
     With a single update the policy's own pass would only repeat what the update computes, unless something before the
-    update reads its result. Where the policy is not trained, only that pass can be compared with the engine.
+    update reads its result. If the policy is not trained, only that pass can be compared with the engine.
     """
     algorithm = spec.algorithm
     recomputed = algorithm.old_logprobs == "recompute"

@@ -103,7 +103,7 @@ class GpuMonitor:
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Begins. Where the library is not installed nothing is started."""
+        """Begins. If the library is not installed nothing is started."""
         if importlib.util.find_spec(PACKAGE) is not None:
             threading.Thread(target=self._run, name="gpus", daemon=True).start()
 

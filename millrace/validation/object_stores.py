@@ -18,7 +18,7 @@ FIELD = "schedule.checkpoint_store"
 
 
 def check_store(url: str, field: str = FIELD) -> None:
-    """Raises InvalidJob where a job may not use the URL here, or a package is missing."""
+    """Raises InvalidJob if a job may not use the URL here, or a package is missing."""
     parts = urlsplit(url)
     path = unquote(parts.path)
     if parts.scheme not in PACKAGES or "::" in url or parts.query or parts.fragment or parts.username:
@@ -35,7 +35,7 @@ def check_store(url: str, field: str = FIELD) -> None:
 
 
 def missing(protocol: str) -> MillraceError | None:
-    """The error that names the package which the protocol lacks here; None where it has all."""
+    """The error that names the package which the protocol lacks here; None if it has all."""
     for package in ("fsspec", PACKAGES[protocol]):
         try:
             importlib.import_module(package)

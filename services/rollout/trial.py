@@ -2,7 +2,7 @@
 
 `python -m services.rollout.trial` reads JSON lines on its standard input: first {spec, terms}, the job spec and the
 functions of the reward, then rows, {row, data_source, answer, ground_truth, extra_info}. It prints a line a row, in the
-order in which they are scored: {row, score, details}, or {row, failure}. Where the function cannot be loaded it prints
+order in which they are scored: {row, score, details}, or {row, failure}. If the function cannot be loaded it prints
 {mistakes} alone. With {spec, judges: true} the judges are asked instead, about rows that have {prompt} too; each line
 names the judge's {field}.
 """

@@ -43,7 +43,7 @@ class RowImages:
         self.files: list[bytes] = []
 
     def split(self, text: str) -> str | list[dict[str, Any]]:
-        """The content of a message with this text. Where rows have a column of images each mark is the place of the
+        """The content of a message with this text. If rows have a column of images each mark is the place of the
         next one. Raises BadRow."""
         if not self._column or MARK not in text:
             return text

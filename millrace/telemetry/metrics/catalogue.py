@@ -1,6 +1,6 @@
 """Finds the declaration of a step metric and checks the keys that a service reports.
 
-A key that is not declared is a mistake in Millrace. It costs no job: in production it is kept and logged once. Where
+A key that is not declared is a mistake in Millrace. It costs no job: in production it is kept and logged once. If
 `MILLRACE_STRICT_METRICS` is set, as in all tests, it raises UndeclaredMetric.
 """
 

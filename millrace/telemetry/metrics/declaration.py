@@ -32,7 +32,7 @@ class Unit(StrEnum):
     PERPLEXITY = "perplexity"
     PROBABILITY = "probability"
     RATIO = "ratio"
-    """A quotient of two values of the same kind; 1 if they are equal, except where the meaning says otherwise."""
+    """A quotient of two values of the same kind; 1 if they are equal, except if the meaning says otherwise."""
     REPORTED = "any"
     """Whatever a user's own function reports."""
     REWARD = "reward"

@@ -1,7 +1,7 @@
 """The sharded plan: every receiver gets the boxes that it wants from ranks that hold them, and nothing is gathered.
 
 1. The senders' boxes are cut until none overlap, and intersected with the boxes that receivers want: the pieces.
-2. Where several ranks hold a piece's box, they share the sending: those on the receiver's host alone, if there are any,
+2. If several ranks hold a piece's box, they share the sending: those on the receiver's host alone, if there are any,
    else so that all hosts send about as much.
 3. The pieces that one rank sends to another are cut, in the manifest's order, into contents: the bytes of one message.
 4. Contents are dealt to rounds, so that in a round no rank sends or receives more than about MESSAGE_BYTES, all links

@@ -45,7 +45,7 @@ def add_series(router: APIRouter, store: Store) -> None:
         first: Annotated[int, Query(ge=0, le=LARGEST_STEP, description="First step.")] = 0,
         last: Annotated[int | None, Query(ge=0, le=LARGEST_STEP, description="Last step; the job's newest.")] = None,
     ) -> SeriesView:
-        """Curves of step metrics with a limited number of points. Where a point stands for several steps it has their
+        """Curves of step metrics with a limited number of points. If a point stands for several steps it has their
         mean, least and greatest value."""
         job = await store.jobs.get(job_id)
         end = job.step if last is None else min(last, job.step)

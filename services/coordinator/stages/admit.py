@@ -46,7 +46,7 @@ async def admit(run: Run) -> Batch:
     of them meanwhile, where it can. Groups that came too late are generated again; groups without signal are dropped
     and replaced, where the job asks for it.
 
-    Raises InvalidState where too many groups are rejected, Unavailable where no replica serves, Cancelled; and what the
+    Raises InvalidState if too many groups are rejected, Unavailable if no replica serves, Cancelled; and what the
     trainer raises for a part.
     """
     gathered = Gathered()
@@ -96,7 +96,7 @@ async def _look(run: Run, gathered: Gathered) -> None:
 
 
 async def _check_failures(run: Run) -> None:
-    """Raises InvalidState where the reward or the environment failed on too many prompts."""
+    """Raises InvalidState if the reward or the environment failed on too many prompts."""
     limit, failures = run.spec.reward.max_failed_fraction, Failures.of(await run.prompts.view())
     if failures.exceed(limit, run.spec.schedule.prompts_per_step):
         what = f"reward or environment failed on {failures}, more than reward.max_failed_fraction: {limit:g}."
@@ -105,7 +105,7 @@ async def _check_failures(run: Run) -> None:
 
 
 async def _check(run: Run, gathered: Gathered) -> None:
-    """Raises InvalidState or Unavailable where the job makes no progress."""
+    """Raises InvalidState or Unavailable if the job makes no progress."""
     await run.check_fleet()
     per_step, algorithm = run.spec.schedule.prompts_per_step, run.spec.algorithm
     if gathered.without_signal > algorithm.max_refills * per_step:
@@ -130,7 +130,7 @@ def is_late(group: GroupSummary, version: Version, schedule: Schedule) -> bool:
 
 
 async def _unanswered(run: Run) -> list[LeaseId] | None:
-    """The first leases without a group, as many as a step has prompts; None where the step does not depend on them."""
+    """The first leases without a group, as many as a step has prompts; None if the step does not depend on them."""
     schedule = run.spec.schedule
     needed = streams(run) or schedule.wait_for_slow
     return await run.prompts.unanswered(schedule.prompts_per_step) if needed else None

@@ -79,7 +79,7 @@ async def finish(run: Run, batch: Batch) -> trainer_pb2.StepResponse:
     """Gives the trainer the parts that it does not have, of which the last ends the step; its answer.
 
     Where a rank has no memory left and the job says so, the step is made again in one part with half the token budget.
-    Raises OutOfMemory where that is not possible, and TrainerLost where the trainer had to give up what it holds: the
+    Raises OutOfMemory if that is not possible, and TrainerLost if the trainer had to give up what it holds: the
     budget is smaller when the step comes again.
     """
     answer = await _made(run, batch, ends=True)

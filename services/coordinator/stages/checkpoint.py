@@ -100,7 +100,7 @@ async def _settle(run: Run) -> None:
 
 async def _finish(run: Run) -> float | None:
     """Waits until the checkpoint that was begun, if any, is on disk, and makes it the job's newest. Answers the seconds
-    that it took; None where no checkpoint was begun, or the trainer that began it is gone.
+    that it took; None if no checkpoint was begun, or the trainer that began it is gone.
 
     Raises SaveFailed. Raises TrainerLost, and then the checkpoint stays noted.
     """

@@ -40,7 +40,7 @@ class Copies:
     """The copies of one job's checkpoints. Its calls block; those of a store have the bounds of its client."""
 
     def __init__(self, store: str, job_id: str) -> None:
-        """Raises InvalidJob where the store may not be used here."""
+        """Raises InvalidJob if the store may not be used here."""
         check_store(store)
         from fsspec.core import url_to_fs
 
@@ -158,7 +158,7 @@ async def fetch_missing(run: Run) -> None:
 
 
 async def remove_copy(store: str | None, job_id: str, step: int) -> None:
-    """Removes the copy of a checkpoint, if there is one. Raises CopyFailed, and InvalidJob where the store may not be
+    """Removes the copy of a checkpoint, if there is one. Raises CopyFailed, and InvalidJob if the store may not be
     used any more."""
     if store is not None:
         await asyncio.to_thread(lambda: Copies(store, job_id).remove(step))

@@ -28,7 +28,7 @@ NOTE = "evaluation"
 
 @traced(SpanKind.EVALUATE)
 async def evaluate(run: Run) -> None:
-    """Evaluates the current version, where that is due at this step and has no result yet. Raises Unavailable where no
+    """Evaluates the current version, if that is due at this step and has no result yet. Raises Unavailable if no
     replica serves, TrainerLost, Cancelled."""
     wanted, source, step = run.spec.evaluation, run.evaluation_source, run.job.step
     if wanted is None or source is None:

@@ -152,7 +152,7 @@ class Run:
     async def heed(self) -> None:
         """Carries out a pending request: raises Cancelled, or waits as long as the job is paused.
 
-        Raises Superseded where another coordinator has taken over.
+        Raises Superseded if another coordinator has taken over.
         """
         await self.components.store.leadership.still_ours()
         state, wanted = await self.components.store.jobs.wanted(self.job.id)
@@ -175,8 +175,8 @@ class Run:
             tracker.close()
 
     async def check_fleet(self) -> None:
-        """Called while groups are waited for. Raises TrainerLost where another trainer has taken over: replicas may be
-        waiting for its weights. Raises Unavailable where no replica of a pool has served the job for too long, or all
+        """Called while groups are waited for. Raises TrainerLost if another trainer has taken over: replicas may be
+        waiting for its weights. Raises Unavailable if no replica of a pool has served the job for too long, or all
         of them died too often while they worked for it."""
         if self.components.fleet.trainer is not None and self.components.trainer.holds is None:
             raise TrainerLost("another trainer has taken over.")
@@ -186,7 +186,7 @@ class Run:
             self._check_pool(pool, without)
 
     def _check_deaths(self, pool: str, deaths: Deaths) -> None:
-        """Raises Unavailable where the budget of deaths is spent at every place of the pool."""
+        """Raises Unavailable if the budget of deaths is spent at every place of the pool."""
         if number := deaths.spent([member.place for member in self.components.fleet.pool(pool)]):
             which = "" if pool == ROLLOUT else f" of the pool {pool}"
             what = (
@@ -196,7 +196,7 @@ class Run:
             raise Unavailable(what, f"remove the cause, then resume the job; `millrace events {self.job.id}` has more.")
 
     def _check_pool(self, pool: str, without: TimeWithoutReplicas) -> None:
-        """Raises Unavailable where no replica of the pool has served the job for too long."""
+        """Raises Unavailable if no replica of the pool has served the job for too long."""
         job, replicas = self.job.id, self.components.fleet.pool(pool)
         if pool == ROLLOUT:
             serving = any(m.weights is not None and m.weights.job_id == job for m in replicas)

@@ -21,7 +21,7 @@ from services.coordinator.state.faults import REPORTED_FROM, Failures
 
 
 async def interrupted(run: Run) -> Batch | None:
-    """The batch of a step that was sent to the trainer and not marked as trained; None where there is none."""
+    """The batch of a step that was sent to the trainer and not marked as trained; None if there is none."""
     saved = await run.records.batch()
     if saved is None or not saved.complete or saved.step != run.job.step + 1:
         return None

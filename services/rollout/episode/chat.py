@@ -26,7 +26,7 @@ CALL_TOKENS = {
     "glm": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "deepseek-v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
 }
-"""The tokens by which each `tool_parser` of the library reads a call. Where one is not in the vocabulary it reads none,
+"""The tokens by which each `tool_parser` of the library reads a call. If one is not in the vocabulary it reads none,
 whatever the text says."""
 Message = dict[str, Any]
 

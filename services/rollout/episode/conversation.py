@@ -1,5 +1,5 @@
 """The conversation of an episode. Every prompt of a trajectory begins with the tokens that the engine saw and sampled
-before: no turn is made into tokens twice. Where the chat format leaves no such prompt, the episode forks: what follows
+before: no turn is made into tokens twice. If the chat format leaves no such prompt, the episode forks: what follows
 is another trajectory, with the rewritten history as its prompt.
 """
 

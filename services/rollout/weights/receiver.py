@@ -265,7 +265,7 @@ class PublicationReceiver:
             await self.abort(current, f"{newer.key} begins")
 
     async def _drop(self) -> None:
-        """Ends the transfer. Where a part of it is in place already, nothing can be served any more."""
+        """Ends the transfer. If a part of it is in place already, nothing can be served any more."""
         half_written = self._engine.half_written
         await self._engine.abort_receive()
         if half_written and self._prepared is not None:

@@ -1,6 +1,6 @@
 """Calls from a replica into its engine's worker processes: frames on a socket, answered by a thread in each.
 
-On one host it is a Unix socket that only the replica's user can open. Where the engine lies on several hosts, it is a
+On one host it is a Unix socket that only the replica's user can open. If the engine lies on several hosts, it is a
 TCP socket, by mutual TLS if the replica has an identity, and a worker shows the secret that it got with the address.
 
 An engine's own call into its workers waits for the batch that runs, which is one step of generation each time, and

@@ -31,8 +31,8 @@ class BackgroundSaver:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._number = 0
         self.outcome: Future[pb.FinishSaveResponse] = Future()
-        """Outcome of the newest save, known on rank 0 once it is on the disk. Raises InvalidState where it could not be
-        written, Unavailable where a rank is lost."""
+        """Outcome of the newest save, known on rank 0 once it is on the disk. Raises InvalidState if it could not be
+        written, Unavailable if a rank is lost."""
         self.outcome.set_result(pb.FinishSaveResponse())
 
     def check_free(self) -> None:

@@ -89,7 +89,7 @@ class BoxReader:
     """Reads boxes of any size and place from the boxes in some files."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Raises InvalidState where a file cannot be read."""
+        """Raises InvalidState if a file cannot be read."""
         self._stored: dict[str, list[_StoredBox]] = defaultdict(list)
         for path in files:
             try:
@@ -107,7 +107,7 @@ class BoxReader:
         return list(self._stored)
 
     def whole(self, name: str) -> Tensor:
-        """A complete tensor, put together from its boxes. Raises InvalidState where a part of it is in no file."""
+        """A complete tensor, put together from its boxes. Raises InvalidState if a part of it is in no file."""
         boxes = self._stored[name]
         shape = tuple(max(ends) for ends in zip(*(box.end for box in boxes), strict=True))
         found = torch.empty(shape, dtype=_values(boxes[0], boxes[0].first, boxes[0].end).dtype)
@@ -116,7 +116,7 @@ class BoxReader:
 
     @torch.no_grad()
     def fill(self, name: str, offset: Offset, part: Tensor) -> None:
-        """Reads the box of the tensor `name` that begins at `offset` into `part`. Raises InvalidState where a part of
+        """Reads the box of the tensor `name` that begins at `offset` into `part`. Raises InvalidState if a part of
         it is in no file."""
         covered = torch.zeros(part.shape, dtype=torch.bool)
         for stored in self._stored.get(name, ()):

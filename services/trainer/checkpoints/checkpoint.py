@@ -91,7 +91,7 @@ def copy_for_saving(
     where it is. `model` and `weights` are the job's on this host, and `model_name` is what the job calls the model. For
     a job with `model.lora` the state has `path`/adapter too, as PEFT stores it. With `huggingface` the folder
     `path`/huggingface of a job without is written at once, and `path`/critic, from which another job's critic can
-    start. Raises InvalidState where the folder cannot be written.
+    start. Raises InvalidState if the folder cannot be written.
     """
     target, rank = Path(path), dist.get_rank()
     token = collectives.gather_bytes(uuid.uuid4().hex.encode() if rank == 0 else b"")[0].decode()
@@ -143,7 +143,7 @@ def write_now(pending: PendingCheckpoint) -> int:
 def load(path: str, backend: Backend) -> Description:
     """Reads the checkpoint at `path` into the backend. A collective.
 
-    Raises InvalidState where there is no complete checkpoint of the job's model: the backend is unchanged then.
+    Raises InvalidState if there is no complete checkpoint of the job's model: the backend is unchanged then.
     """
     folder = Path(path)
     with collectives.fail_together():
@@ -187,7 +187,7 @@ def _named(adapter: dict[str, Any] | None) -> str:
 
 
 def open_checkpoint(folder: Path) -> tuple[Description, BoxReader]:
-    """The description of a checkpoint, and its tensors. Raises InvalidState where there is no complete checkpoint."""
+    """The description of a checkpoint, and its tensors. Raises InvalidState if there is no complete checkpoint."""
     description = Description.read(folder)
     if description is None:
         raise InvalidState(f"{folder} is not a checkpoint of this trainer: no {FILE} of format {FORMAT} there.", _FIX)
@@ -217,7 +217,7 @@ def _file(rank: int) -> str:
 
 
 def _complete_files(folder: Path, sizes: dict[str, int]) -> list[Path]:
-    """The files with these names. Raises InvalidState where one is missing or has another size than it was written
+    """The files with these names. Raises InvalidState if one is missing or has another size than it was written
     with."""
     for name, size in sizes.items():
         path = folder / name

@@ -29,7 +29,7 @@ def trained_names(backend: Backend) -> set[str]:
 
 
 def check_names(path: str, trained: set[str], stored: Collection[str]) -> None:
-    """Raises InvalidState where the checkpoint at `path` lacks a tensor that the job trains, or has an adapter for a
+    """Raises InvalidState if the checkpoint at `path` lacks a tensor that the job trains, or has an adapter for a
     layer that has none in the job."""
     lacking = trained - set(stored)
     further = {name for name in stored if name.startswith(WEIGHTS) and is_adapter(name)} - trained
@@ -75,9 +75,9 @@ class Description:
     files: dict[str, int] = field(default_factory=dict)
     """Size in bytes of each file in `state/`, by name."""
     model_weights: str | None = None
-    """Path of the checkpoint that the job's model was read from; None where that was the model folder."""
+    """Path of the checkpoint that the job's model was read from; None if that was the model folder."""
     adapter: dict[str, Any] | None = None
-    """The settings of the adapter that was trained (`AdapterSettings`); None where all weights were."""
+    """The settings of the adapter that was trained (`AdapterSettings`); None if all weights were."""
 
     def write(self, folder: Path) -> None:
         """Raises OSError."""
@@ -85,7 +85,7 @@ class Description:
 
     @classmethod
     def read(cls, folder: Path) -> "Description | None":
-        """The description in a checkpoint's folder; None where there is none of this format."""
+        """The description in a checkpoint's folder; None if there is none of this format."""
         try:
             fields = json.loads((folder / FILE).read_text())
         except (OSError, ValueError):

@@ -151,7 +151,7 @@ def write(
 
 
 def _writer(form: Form, folder: Path, exported: Exported) -> huggingface.SafetensorsWriter | CheckpointWriter:
-    """Raises InvalidJob or InvalidState where the model cannot be written in this form."""
+    """Raises InvalidJob or InvalidState if the model cannot be written in this form."""
     if form == "huggingface":
         return huggingface.SafetensorsWriter(folder, huggingface.SHARD_BYTES)
     if form == "megatron":

@@ -151,7 +151,7 @@ def untrained(model: Path, given: Collection[str], weights: Path | None = None) 
     Quantized ones come unquantized, in the folder's dtype.
 
     Left out are the language model's head, which is given unless it is tied or replaced by a critic's head, and heads
-    that predict several tokens at once, which would not match the trained model any more. Nothing is yielded where the
+    that predict several tokens at once, which would not match the trained model any more. Nothing is yielded if the
     folder lacks given tensors: it has them under other names.
     """
     if not readable(model, weights):

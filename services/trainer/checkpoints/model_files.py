@@ -55,7 +55,7 @@ class ModelFiles:
     `millrace.checkpoints.source`). Each file is opened when it is first needed and closed with the context."""
 
     def __init__(self, folder: Path, weights: Path | None = None) -> None:
-        """`weights` is the checkpoint with the weights, where they are not in the folder. Raises InvalidJob where the
+        """`weights` is the checkpoint with the weights, where they are not in the folder. Raises InvalidJob if the
         weights cannot be read."""
         checkpoint = checkpoint_folder(folder, weights)
         self._folder = checkpoint or folder
@@ -65,7 +65,7 @@ class ModelFiles:
         )
         config = folder / "config.json"
         self.blocks = block_scales(json.loads(config.read_text()) if config.is_file() else {}, folder)
-        """The format of the quantized tensors; None where there are none."""
+        """The format of the quantized tensors; None if there are none."""
 
     def __enter__(self) -> "ModelFiles":
         return self
@@ -88,14 +88,14 @@ class ModelFiles:
         return isinstance(self.tensor(name), BlockScaledTensor)
 
     def whole(self, name: str) -> Tensor:
-        """A complete tensor, in host memory. A quantized tensor comes as float32. Raises InvalidJob where it cannot be
+        """A complete tensor, in host memory. A quantized tensor comes as float32. Raises InvalidJob if it cannot be
         read."""
         stored = self.tensor(name)
         return stored[...] if isinstance(stored, BlockScaledTensor) else self._source.whole(name)
 
     def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
         """A safetensors slice of the tensor: indexing it reads the values, those of a quantized tensor as float32.
-        Raises InvalidJob where the tensor is missing or has another shape."""
+        Raises InvalidJob if the tensor is missing or has another shape."""
         if not self.has(name):
             raise InvalidJob(
                 f"{self._field}: {self._folder} has no tensor {name}, of shape {shape}, which its config asks for.",
@@ -110,7 +110,7 @@ class ModelFiles:
         return stored
 
     def tensor(self, name: str) -> Any:
-        """A safetensors slice of the tensor whatever its shape, as `slice_of`. Raises InvalidJob where it cannot be
+        """A safetensors slice of the tensor whatever its shape, as `slice_of`. Raises InvalidJob if it cannot be
         read."""
         stored = self._source.stored(name)
         dtype: str = stored.get_dtype()
@@ -129,7 +129,7 @@ class ModelFiles:
             raise InvalidJob(what, "give a folder whose weights fit its config.json.") from error
 
     def check(self) -> None:
-        """Raises InvalidJob where a tensor is quantized in a way that cannot be read."""
+        """Raises InvalidJob if a tensor is quantized in a way that cannot be read."""
         for name in self:
             self.tensor(name)
 
@@ -141,7 +141,7 @@ class SafetensorsFiles:
     """Implements `Source` with the safetensors files of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises InvalidJob where the weights cannot be read."""
+        """Raises InvalidJob if the weights cannot be read."""
         self._folder = folder
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
@@ -197,7 +197,7 @@ WEIGHT, BIAS = "score.weight", "score.bias"
 
 
 def stored_head(folder: Path, hidden: int) -> Tensor | None:
-    """The weight of the folder's head, [1, hidden]; None where the folder has no head. Raises InvalidJob where its head
+    """The weight of the folder's head, [1, hidden]; None if the folder has no head. Raises InvalidJob if its head
     is not one of a critic."""
     found: dict[str, Tensor] = {}
     if readable(folder):
@@ -234,7 +234,7 @@ class BlockScaledTensor:
     """
 
     def __init__(self, stored: Any, scales: Any, blocks: BlockScales) -> None:
-        """`stored` and `scales` are safetensors slices of float8 elements and of factors. Raises ValueError where there
+        """`stored` and `scales` are safetensors slices of float8 elements and of factors. Raises ValueError if there
         is not one factor for each block."""
         self.shape = tuple(stored.get_shape())
         self._stored = stored
@@ -275,7 +275,7 @@ def _scaled(values: Tensor, scales: Tensor, box: list[slice], sizes: tuple[int, 
 
 
 def check_unread(unread: Unread, files: ModelFiles, folder: Path, place: str, *, by_value: bool) -> None:
-    """Raises InvalidJob where tensors of `files` with values of their own would be lost; `place` as in `Unread.check`.
+    """Raises InvalidJob if tensors of `files` with values of their own would be lost; `place` as in `Unread.check`.
     `by_value`: also reads tied tensors, and tells what is left out."""
     unread.check(place)
     for name, source in unread.copies:

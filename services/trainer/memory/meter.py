@@ -249,7 +249,7 @@ def measured(backend: Backend) -> Ledger:
 
 
 def of_tensors(held: HeldTensors, device: torch.device) -> Ledger:
-    """Bytes of the storages of these tensors. A storage counts once. Where the device is a CPU, host memory is its
+    """Bytes of the storages of these tensors. A storage counts once. If the device is a CPU, host memory is its
     memory."""
     seen: set[tuple[str, int]] = set()
     on_device, on_host = dict.fromkeys(held, 0.0), dict.fromkeys(held, 0.0)

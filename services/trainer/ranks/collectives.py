@@ -87,7 +87,7 @@ def rank() -> int:
 @contextmanager
 def fail_together() -> Iterator[None]:
     """Raises on every rank the MillraceError that one rank raises inside, so that no rank continues and waits for the
-    others for ever. The code inside calls no collective after a point that may fail. Where several ranks fail it is the
+    others for ever. The code inside calls no collective after a point that may fail. If several ranks fail it is the
     error of the first, or of the first that has no memory left: what failed elsewhere may follow from that."""
     failure: MillraceError | None = None
     try:

@@ -352,7 +352,7 @@ class TrainerService(TrainerServicer):
     async def _phase(
         self, publishing: PublicationProgress, method: Unary[Request, Response], request: Request, deadline_s: float
     ) -> Response:
-        """Runs a phase on the ranks. Where it fails, the publication has failed."""
+        """Runs a phase on the ranks. If it fails, the publication has failed."""
         try:
             return await self._on_ranks(method, request, deadline_s)
         except MillraceError:
@@ -371,7 +371,7 @@ class TrainerService(TrainerServicer):
             await self._lock.wait_until_free()
 
     async def _on_ranks(self, method: Unary[Request, Response], request: Request, deadline_s: float) -> Response:
-        """Runs a command on the ranks. Where the ranks cannot continue, neither can this process."""
+        """Runs a command on the ranks. If the ranks cannot continue, neither can this process."""
         try:
             with span(SPANS[method.name], detail=method.name) as working:
                 step = request.part if isinstance(request, pb.AddPartRequest) else request

@@ -188,7 +188,7 @@ JOB_MISMATCH_KL = PrometheusMetric(
     Gauge,
     "millrace_job_mismatch_kl_nats",
     Unit.NATS,
-    "KL divergence of engine and trainer in an active job's last step: on tokens of the same version where there are "
+    "KL divergence of engine and trainer in an active job's last step: on tokens of the same version if there are "
     "any, otherwise on all.",
     ("job_id",),
 )
@@ -227,8 +227,8 @@ REDIS_S = PrometheusMetric(
     SHORT_S,
 )
 REDIS_MEMORY = PrometheusMetric(
-    Gauge, "millrace_redis_memory_bytes", Unit.BYTES, "Memory that Redis uses. Absent where it does not say."
+    Gauge, "millrace_redis_memory_bytes", Unit.BYTES, "Memory that Redis uses. Absent if it does not say."
 )
 REDIS_CLIENTS = PrometheusMetric(
-    Gauge, "millrace_redis_clients", Unit.COUNT, "Connections that Redis has. Absent where it does not say."
+    Gauge, "millrace_redis_clients", Unit.COUNT, "Connections that Redis has. Absent if it does not say."
 )

@@ -24,7 +24,7 @@ MEMBER_VERSION = PrometheusMetric(
     Gauge,
     "millrace_member_version",
     Unit.VERSIONS,
-    "Version of the weights that the member holds; -1 where it holds none.",
+    "Version of the weights that the member holds; -1 if it holds none.",
 )
 MEMBER_TOKENS = PrometheusMetric(
     Counter,

@@ -25,7 +25,7 @@ PROMPT_TOKENS = PrometheusMetric(
     Counter,
     "millrace_engine_prompt_tokens_total",
     Unit.TOKENS,
-    "Tokens of prompts and of earlier turns that the engine got, where it has a cache of them (vllm, and sglang when "
+    "Tokens of prompts and of earlier turns that the engine got, if it has a cache of them (vllm, and sglang when "
     "their samples are done).",
 )
 CACHED_PROMPT_TOKENS = PrometheusMetric(
@@ -44,7 +44,7 @@ ENGINE_SLOTS = PrometheusMetric(
     Gauge,
     "millrace_engine_used_slots",
     Unit.COUNT,
-    "Samples that the replica gives the engine at once: its capacity, and fewer where its cache turned out to be too "
+    "Samples that the replica gives the engine at once: its capacity, and fewer if its cache turned out to be too "
     "small for them; 0 until the replica has served a job.",
 )
 PREEMPTIONS = PrometheusMetric(

@@ -15,8 +15,8 @@ REQUESTS = PrometheusMetric(
     Counter,
     "millrace_session_requests_total",
     Unit.COUNT,
-    "Requests of agents by what they ask for and the status of the answer: 429 where no episode waits for an agent, "
-    "499 where the agent went away. A stream that has begun counts as 200.",
+    "Requests of agents by what they ask for and the status of the answer: 429 if no episode waits for an agent, "
+    "499 if the agent went away. A stream that has begun counts as 200.",
     ("api", "status"),
 )
 OVERHEAD_S = PrometheusMetric(

@@ -59,14 +59,14 @@ BATCH = (
         Unit.SHARE,
         COORDINATOR,
         "Part of the response tokens that the policy sampled; the others are results of tools and what users said. Only"
-        " where an episode has several turns or trajectories, as with the next two.",
+        " if an episode has several turns or trajectories, as with the next two.",
     ),
     StepMetric("num_turns/{statistic}", Unit.COUNT, COORDINATOR, "Turns of an episode: answers of the policy in it."),
     StepMetric(
         "num_trajectories/{statistic}",
         Unit.COUNT,
         COORDINATOR,
-        "Trajectories of an episode: more than one where its history was rewritten.",
+        "Trajectories of an episode: more than one if its history was rewritten.",
     ),
     StepMetric(
         "tool_calls/{statistic}",
@@ -94,7 +94,7 @@ BATCH = (
         "episode/cancelled_ratio",
         Unit.SHARE,
         COORDINATOR,
-        "Episodes that were cancelled when their group had `rollout.min_samples` others. Only where some are missing,"
+        "Episodes that were cancelled when their group had `rollout.min_samples` others. Only if some are missing,"
         " as with the next one.",
     ),
     StepMetric(
@@ -144,26 +144,26 @@ BATCH = (
         "response_length/offered_mean",
         Unit.TOKENS,
         COORDINATOR,
-        "Mean over all responses that were complete for the step, trained or not. Where `response_length/mean` differs "
+        "Mean over all responses that were complete for the step, trained or not. If `response_length/mean` differs "
         "much, steps favour a length.",
     ),
     StepMetric(
         "response_length/too_stale_mean",
         Unit.TOKENS,
         COORDINATOR,
-        "Mean over the responses of `training/too_stale_groups`; where there are any.",
+        "Mean over the responses of `training/too_stale_groups`; if there are any.",
     ),
     StepMetric(
         "response_length/without_signal_mean",
         Unit.TOKENS,
         COORDINATOR,
-        "Mean over the responses of groups that were dropped because their rewards are equal; where there are any.",
+        "Mean over the responses of groups that were dropped because their rewards are equal; if there are any.",
     ),
     StepMetric(
         "response_length/carried_mean",
         Unit.TOKENS,
         COORDINATOR,
-        "Mean over the step's responses with tokens of several versions; where there are any.",
+        "Mean over the step's responses with tokens of several versions; if there are any.",
     ),
     StepMetric(
         "fully_async/partial/total_partial_num",

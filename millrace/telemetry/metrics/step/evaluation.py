@@ -1,4 +1,4 @@
-"""Answers to held-out prompts, by data source. Where the reward function gives every answer an `acc`, `val-core` has
+"""Answers to held-out prompts, by data source. If the reward function gives every answer an `acc`, `val-core` has
 that and `val-aux` the reward, as in verl."""
 
 from millrace.telemetry.metrics.declaration import Owner, StepMetric, Unit
@@ -9,7 +9,7 @@ _MEAN = "Mean of the n answers to a prompt, then over the prompts."
 _BEST = "Expected best among k different answers; of rewards of 0 and 1 it is pass@k (arXiv 2107.03374)."
 _MAJORITY = (
     "Value of the answer with the most frequent `pred` among k answers: mean of 1000 draws with replacement, as in"
-    " verl, where the reward function gives every answer a `pred`."
+    " verl, if the reward function gives every answer a `pred`."
 )
 
 SCORED_PROMPTS = "val-aux/scored_prompts"
@@ -41,7 +41,7 @@ EVALUATION = (
         "val-aux/{data_source}/{variable}/best@{k}/mean",
         Unit.REWARD,
         COORDINATOR,
-        f"{_BEST} For the powers of 2 below n, and n where the variable is not that of `val-core`.",
+        f"{_BEST} For the powers of 2 below n, and n if the variable is not that of `val-core`.",
     ),
     StepMetric(
         "val-aux/{data_source}/{variable}/worst@{k}/mean",

@@ -46,7 +46,7 @@ LOSSES = (
         "actor/off_policy_fraction", Unit.SHARE, TRAINER, "Tokens that `algorithm.off_policy_limit` leaves out."
     ),
     StepMetric("actor/quadratic_penalty", Unit.LOSS, TRAINER, "Mean of beta/2·(log π/π_old)² (`dro`)."),
-    StepMetric("actor/gate_slope", Unit.RATIO, TRAINER, "Mean slope of the gate, 1 where π = π_old (`sapo`)."),
+    StepMetric("actor/gate_slope", Unit.RATIO, TRAINER, "Mean slope of the gate, 1 if π = π_old (`sapo`)."),
     StepMetric(
         "actor/behaviour_weight", Unit.RATIO, TRAINER, "Mean of π_old/π_behaviour as applied (`decoupled_ppo`)."
     ),

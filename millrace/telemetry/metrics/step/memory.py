@@ -43,7 +43,7 @@ MEMORY = (
         "memory/{phase}/predicted/{predicted}",
         GIBIBYTES,
         TRAINER,
-        "What was predicted for that part at the phase's peak. Absent where it is nothing.",
+        "What was predicted for that part at the phase's peak. Absent if it is nothing.",
     ),
     StepMetric(
         "memory/{phase}/predicted/offloaded",

@@ -1,6 +1,6 @@
 """How far the engine's log-probabilities are from the trainer's, and what a correction does about it.
 
-w = π_train/π_rollout is the ratio of a token's probabilities by trainer and engine. Means are over tokens, except where
+w = π_train/π_rollout is the ratio of a token's probabilities by trainer and engine. Means are over tokens, except if
 the meaning says otherwise.
 """
 
@@ -16,7 +16,7 @@ SPLIT = ("training/rollout_probs_diff_mean", "rollout_corr/kl", K3_KL)
 
 def _parts_of(key: str, unit: Unit, meaning: str) -> tuple[StepMetric, ...]:
     same = "over tokens that were sampled with exactly the weights that the trainer compares with"
-    one = "over what one engine generated, where the batch is from several engines"
+    one = "over what one engine generated, if the batch is from several engines"
     return (
         StepMetric(key, unit, TRAINER, f"{meaning}."),
         StepMetric(f"{key}/same_version", unit, TRAINER, f"The same {same}."),

@@ -26,13 +26,13 @@ PUBLICATION = (
         "publication/changed",
         Unit.SHARE,
         COORDINATOR,
-        "Part of the 16-bit words that changed since the version before; 0 where everything was sent.",
+        "Part of the 16-bit words that changed since the version before; 0 if everything was sent.",
     ),
     StepMetric(
         "publication/code_s",
         Unit.SECONDS,
         COORDINATOR,
-        "Comparing, encoding and decoding, where only changes are sent.",
+        "Comparing, encoding and decoding, if only changes are sent.",
     ),
     StepMetric(
         "publication/snapshot_bytes",

@@ -32,7 +32,7 @@ def _cut(logits_bv: torch.Tensor, top_k_b: torch.Tensor, top_p_b: torch.Tensor) 
 
 
 def draw(logprobs_bv: torch.Tensor, greedy_b: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One token for each row, int64 [B]. Where a row has NaN there is nothing to draw from: its token is 0, and its
+    """One token for each row, int64 [B]. If a row has NaN there is nothing to draw from: its token is 0, and its
     log-probability NaN."""
     broken_b = logprobs_bv.isnan().any(-1)
     weights_bv = logprobs_bv.exp().masked_fill(broken_b[:, None], 1.0)

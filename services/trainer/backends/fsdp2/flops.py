@@ -58,7 +58,7 @@ def active_parameters(config: Any, model: PreTrainedModel, *heads: nn.Module) ->
 
 
 def attention_layers(text: Any) -> list[AttentionLayer]:
-    """The attention of each layer. Where layers differ in an entry of the config, transformers has a config of each."""
+    """The attention of each layer. If layers differ in an entry of the config, transformers has a config of each."""
     layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
     stated = [{name: getattr(layer, name, None) for name in ATTENTION} for layer in layers]
     found = [AttentionLayer.of_config(entries, number) for number, entries in enumerate(stated)]

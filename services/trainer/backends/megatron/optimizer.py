@@ -163,7 +163,7 @@ class Updater:
         self.zero()
 
     def zero(self) -> None:
-        """Clears the gradients. Where no step was made, the biases of routers, which the end of a backward pass
+        """Clears the gradients. If no step was made, the biases of routers, which the end of a backward pass
         changes, are restored."""
         for bias, before in self._biases:
             bias.copy_(before)

@@ -47,7 +47,7 @@ class ChunkReader:
         self._stack.close()
 
     def read(self, tensor: StoredTensor, low: Sequence[int], high: Sequence[int]) -> Tensor:
-        """The box from `low` to `high`, in host memory, in the stored dtype. Raises InvalidJob where a part of it is in
+        """The box from `low` to `high`, in host memory, in the stored dtype. Raises InvalidJob if a part of it is in
         no file, or a file is damaged."""
         found = torch.empty([b - a for a, b in zip(low, high, strict=True)], dtype=getattr(torch, tensor.dtype))
         missing = found.numel()
@@ -170,7 +170,7 @@ class CheckpointFiles:
     """Implements `services.trainer.checkpoints.model_files.Source`."""
 
     def __init__(self, folder: Path, checkpoint: Path, field: str) -> None:
-        """`folder` has the config of the model in `checkpoint`. Raises InvalidJob where that cannot be read."""
+        """`folder` has the config of the model in `checkpoint`. Raises InvalidJob if that cannot be read."""
         self._folder = folder
         self._index = read_index(checkpoint, field)
         self._located = located(self._index, folder)

@@ -43,7 +43,7 @@ def by_folder_names(module: nn.Module, stored: Mapping[str, Located]) -> dict[st
 
 
 def module_form(module: nn.Module) -> Form | None:
-    """A checkpoint with the tensors of the module's state dict, tied ones under each of their names. None where some
+    """A checkpoint with the tensors of the module's state dict, tied ones under each of their names. None if some
     tensors of the folder are not boxes of the module's."""
     same: dict[int, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):

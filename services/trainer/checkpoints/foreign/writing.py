@@ -148,7 +148,7 @@ class CheckpointWriter:
         return _StorageInfo(Path(self._file.name).name, first, self._file.tell() - first)
 
     def finish(self) -> None:
-        """Writes the index. Raises OSError, and InvalidState where tensors are missing."""
+        """Writes the index. Raises OSError, and InvalidState if tensors are missing."""
         if self._left:
             what = f"the checkpoint has no tensor {min(self._left)}, and lacks {len(self._left)} in all."
             raise InvalidState(what, "name the folder of the job's model with --model.")
