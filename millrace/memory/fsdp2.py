@@ -22,6 +22,7 @@ from millrace.memory.ledger import Ledger, Part, Phase, Prediction, fullest
 from millrace.memory.staging import sender_bytes, snapshot_bytes
 from millrace.spec import JobSpec
 from millrace.spec.trainer import ROLES, Role
+from millrace.towers import MOST_KEPT, TowerShape
 
 FLOAT32 = 4
 MOMENTS = 2 * FLOAT32
@@ -163,23 +164,45 @@ class Fsdp2Memory:
         return ModelPasses.of(self.spec.model_copy(update={"trainer": trainer}), shape, self.ranks, tokens)
 
     @property
+    def tower(self) -> TowerShape | None:
+        """The tower for images; None if the job's prompts have none."""
+        return None if self.spec.data.images is None else self.shape.tower
+
+    @property
     def adapted(self) -> bool:
         return self.spec.model.lora is not None
 
     def of_policy(self, *, gradients: bool = False, moments: bool = True) -> Ledger:
         """What is kept for the policy: float32 weights and moments, and from a backward pass to its update gradients,
         divided over the ranks. With an adapter the weights have the dtype of the pass, and only the adapter is
-        trained. The tower of a job with images is frozen, in that dtype, and whole on every rank."""
+        trained."""
         passes, lora = self.policy, self.spec.model.lora
         count, trained = parameters(self.shape) / passes.shards, FLOAT32 * (1 + gradients)
-        tower = passes.element * self.shape.tower if self.spec.data.images is not None else 0.0
         if lora is None:
             kept = {Part.WEIGHTS: FLOAT32 * count} | ({Part.GRADIENTS: FLOAT32 * count} if gradients else {})
             placed = passes.placed(kept, {Part.OPTIMIZER: MOMENTS * count} if moments else {})
-            return placed + Ledger({Part.WEIGHTS: tower})
+            return placed + self.of_tower(features=moments)
         adapter = adapter_parameters(self.shape, without_experts(lora)) / passes.shards
         kept = {Part.WEIGHTS: passes.element * count, Part.ADAPTER: trained * adapter}
-        return passes.placed(kept, {Part.ADAPTER: MOMENTS * adapter} if moments else {}) + Ledger({Part.WEIGHTS: tower})
+        return passes.placed(kept, {Part.ADAPTER: MOMENTS * adapter} if moments else {}) + self.of_tower(
+            features=moments
+        )
+
+    def of_tower(self, *, features: bool) -> Ledger:
+        """The tower of a job with images: frozen, in the dtype of passes, and whole on every rank. `features`: with
+        what it made of images, which is kept up to a limit."""
+        if self.tower is None:
+            return Ledger({})
+        kept = {Part.ACTIVATIONS: float(MOST_KEPT)} if features else {}
+        return Ledger({Part.WEIGHTS: self.policy.element * self.tower.parameters} | kept)
+
+    def seeing(self) -> Ledger:
+        """What the tower's forward pass takes for the largest image that a prompt may have. It runs before the layers
+        of the model, and for one image at a time."""
+        if self.tower is None:
+            return Ledger({})
+        patches = min(self.tower.most_patches, self.spec.data.max_prompt_tokens * self.tower.merge**2)
+        return Ledger({Part.ACTIVATIONS: self.tower.working_bytes(patches, self.policy.element)})
 
     def of_others(self, *, gradients: bool = False, moments: bool = True) -> Ledger:
         """What is kept for reference and critic. `gradients`: those of the critic, from its backward pass to its
@@ -209,12 +232,14 @@ class Fsdp2Memory:
         moments = [self.of_policy(gradients=True) + others + passing for passing in self.policy.update()]
         if (critic := self.role("critic")) is not None:
             moments += [self.of_policy() + others + passing for passing in critic.update()]
+        moments.append(self.of_policy(gradients=True) + others + self.seeing())
         return fullest(moments)
 
     def scoring(self) -> Ledger:
         """The peak of the forward passes of all models."""
         models = (self.policy, *(self.role(role) for role in ROLES))
-        return fullest([self.at_rest() + model.scoring() for model in models if model is not None])
+        passes = [*(model.scoring() for model in models if model is not None), self.seeing()]
+        return fullest([self.at_rest() + passing for passing in passes])
 
 
 def predict(spec: JobSpec, shape: ModelShape, ranks: int, tokens: int) -> Prediction:

@@ -58,8 +58,8 @@ def predict_replica(spec: JobSpec, shape: ModelShape, engine: str, gpu_bytes: fl
     workers = descriptor.world_size(options)
     share = float(options.get(descriptor.memory_option) or descriptor.memory_share)
     weights = published_bytes(spec, shape)
-    if spec.data.images is not None:
-        weights += element_bytes(spec.rollout.dtype) * shape.tower
+    if spec.data.images is not None and shape.tower is not None:
+        weights += element_bytes(spec.rollout.dtype) * shape.tower.parameters
     weights /= workers
     cache = max(0.0, share * gpu_bytes - weights - WORKING) if descriptor.memory_option else 0.0
     staging = receiver_bytes(spec, shape, workers)

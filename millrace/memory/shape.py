@@ -12,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from millrace.data.pictures import MODELS
+from millrace.data.pictures import MODELS, PROCESSOR
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import ARCHITECTURES, read_shape
 from millrace.megatron.architectures.shape import ExpertShape, ModelShape, Recurrence, Rope
 from millrace.sequence_cost import recurrence_by_layer
+from millrace.towers import TowerShape
 from millrace.weights.plans.manifest import ITEM_BYTES
 
 FIELD = "model.path"
@@ -25,17 +26,6 @@ GATED = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk")
 SHARED = ("shared_expert_intermediate_size",)
-TOWER = {
-    "depth": 32,
-    "hidden_size": 3584,
-    "intermediate_size": 3420,
-    "in_channels": 3,
-    "temporal_patch_size": 2,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "out_hidden_size": 3584,
-}
-"""Sizes of a tower of Qwen2.5-VL that its config leaves out, as transformers has them."""
 WIDTH = ("moe_intermediate_size", "intermediate_size")
 
 
@@ -51,8 +41,8 @@ def decoder_shape(folder: Path, field: str = FIELD) -> ModelShape:
     try:
         if config.get("model_type") in ARCHITECTURES:
             with suppress(InvalidJob):  # a model that only the other backend builds
-                return replace(read_shape(folder, field), tower=_tower(config))
-        return replace(_sizes({**config, **(config.get("text_config") or {})}), tower=_tower(config))
+                return replace(read_shape(folder, field), tower=_tower(config, folder))
+        return replace(_sizes({**config, **(config.get("text_config") or {})}), tower=_tower(config, folder))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         fix = "complete the config; the prediction needs it."
         raise InvalidJob(f"{field}: {path} does not say the model's sizes: {error}.", fix) from error
@@ -89,18 +79,14 @@ def _sizes(config: Mapping[str, Any]) -> ModelShape:
     )
 
 
-def _tower(config: Mapping[str, Any]) -> int:
-    """Parameters of the tower; 0 if prompts for the model cannot have images. Each layer has two norms, attention and a
-    gated MLP, both with biases; patches come in by a matrix, and a merger makes tokens of them."""
+def _tower(config: Mapping[str, Any], folder: Path) -> TowerShape | None:
+    """The tower; None if prompts for the model cannot have images."""
     if config.get("model_type") not in MODELS or not config.get("vision_config"):
-        return 0
-    sizes = {**TOWER, **config["vision_config"]}
-    hidden, ffn = int(sizes["hidden_size"]), int(sizes["intermediate_size"])
-    values = int(sizes["in_channels"]) * int(sizes["temporal_patch_size"]) * int(sizes["patch_size"]) ** 2
-    layer = 2 * hidden + 4 * hidden * (hidden + 1) + 3 * hidden * ffn + 2 * ffn + hidden
-    merged = hidden * int(sizes["spatial_merge_size"]) ** 2
-    merger = hidden + merged * (merged + 1) + (merged + 1) * int(sizes["out_hidden_size"])
-    return values * hidden + int(sizes["depth"]) * layer + merger
+        return None
+    processor: dict[str, Any] = {}
+    with suppress(OSError, ValueError):  # a folder for text has none
+        processor = json.loads((folder / PROCESSOR).read_bytes())
+    return TowerShape.of_config(config["vision_config"], processor)
 
 
 def _recurrence(config: Mapping[str, Any]) -> Recurrence | None:

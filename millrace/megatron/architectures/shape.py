@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from millrace.sequence_cost import AttentionLayer, SequenceCost
+from millrace.towers import TowerShape
 
 VOCABULARY_MULTIPLE = 16
 """The vocabulary is padded so that each tensor-parallel rank has a multiple of this many rows, for tensor cores."""
@@ -160,8 +161,8 @@ class ModelShape:
     experts: ExpertShape | None = None
     value_head: bool = False
     """Whether the output is one value for each token instead of logits: a critic."""
-    tower: int = 0
-    """Parameters of the tower for images, which are not among those of the decoder."""
+    tower: TowerShape | None = None
+    """The tower for images, whose parameters are not among those of the decoder."""
     names: Names = field(default_factory=Names)
 
     def as_critic(self) -> "ModelShape":

@@ -157,6 +157,11 @@ class Backend(TrainableModel, Published, Protocol):
         `more`: further calls add to the same gradient before it is read or cleared. Ranks may sum theirs in the last of
         these calls, which has `more` false."""
 
+    @property
+    def tower_flops(self) -> float:
+        """FLOPs that a tower for images computed on this rank since the backend was built. None of them is in
+        `cost`."""
+
     def metrics(self) -> dict[str, float]:
         """Metrics of this rank's last update that only this backend has, with the same names on every rank."""
 

@@ -129,9 +129,18 @@ def gather_flat(values: Tensor, sizes: Sequence[int], group: ProcessGroup | None
 
 def maxima(values: Mapping[str, float]) -> dict[str, float]:
     """For each name the largest value of any rank. All ranks give the same names."""
+    return _reduced(values, dist.ReduceOp.MAX)
+
+
+def sums(values: Mapping[str, float]) -> dict[str, float]:
+    """For each name the sum of the values of all ranks. All ranks give the same names."""
+    return _reduced(values, dist.ReduceOp.SUM)
+
+
+def _reduced(values: Mapping[str, float], operation: dist.ReduceOp.RedOpType) -> dict[str, float]:
     if world_size() == 1:
         return dict(values)
     names = sorted(values)
-    largest = torch.tensor([values[name] for name in names], dtype=torch.float64)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return dict(zip(names, largest.tolist(), strict=True))
+    reduced = torch.tensor([values[name] for name in names], dtype=torch.float64)
+    dist.all_reduce(reduced, operation)
+    return dict(zip(names, reduced.tolist(), strict=True))

@@ -30,7 +30,7 @@ from services.trainer.step.metrics import batch_metrics, over_updates, reported
 from services.trainer.step.result import Part, StepResult, StepTokens
 from services.trainer.step.schedule import KlCoefficient, random_seed
 from services.trainer.step.update import Update, UpdateResult
-from services.trainer.step.utilisation import utilisation
+from services.trainer.step.utilisation import PARTS, utilisation
 
 UNCHANGED = "nothing was written to the weights."
 GIVEN_UP = (
@@ -72,7 +72,7 @@ class Step:
         self._backend = backend
         self._control = control
         self._coefficient = coefficient
-        self._clock = Clock(meter)
+        self._clock = Clock(meter, lambda: backend.tower_flops)
         self._shares = StepShares.of(request.step_groups or len(request.groups), spec.trainer.updates_per_step)
         trained = (critic := spec.algorithm.critic) is None or request.step > critic.warmup_steps
         self._needed = passes_of(spec, updates=self._shares.updates, policy_is_trained=trained)
@@ -157,6 +157,8 @@ class Step:
         lengths, timings = [length for each in divisions for length in each.lengths], self._clock.metrics()
         costs = {"actor": backend.cost} | ({} if backend.critic is None else {"critic": backend.critic.cost})
         ranks = collectives.world_size()
+        seen = {part: self._clock.flops.get(part, 0.0) for part in PARTS}
+        towers = {} if self._spec.data.images is None else collectives.sums(seen)
         metrics = {
             **tokens.mismatch(),
             **batch_metrics([part.assessment for part in self.parts]),
@@ -165,7 +167,7 @@ class Step:
             **division_metrics(divisions, backend),
             **collectives.maxima({**backend.metrics(), **self._clock.meter.metrics()}),
             **timings,
-            **utilisation(costs, backend.device, lengths, timings, self._needed.by_part, ranks),
+            **utilisation(costs, backend.device, lengths, timings, self._needed.by_part, ranks, towers),
         }
         return StepResult(reported(self._spec, metrics), tokens.histograms(), tokens.shown(self.parts))
 

@@ -7,6 +7,7 @@ Recomputed activations and padding do not count, as in PaLM (arXiv 2204.02311).
 import functools
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -52,15 +53,17 @@ def utilisation(
     timings: Mapping[str, float],
     forward_passes: Mapping[str, int],
     ranks: int,
+    tower_flops: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
     """`perf/mfu/<part>` for each part of the step that computed, from `timing_s/<part>` and the lengths of all its
     sequences. `costs` are those of the step's models, `actor` and `critic`. `forward_passes`: how many each part made
-    that only looks at its model; the other parts update theirs."""
+    that only looks at its model; the other parts update theirs. `tower_flops`: those of a tower for images on all
+    ranks in each part, forward only, of each image once for as long as its features are kept."""
     metrics = {}
     for timing, (part, model) in PARTS.items():
         passes = forward_passes.get(timing, PASSES_OF_UPDATE)
         if passes and (seconds := timings.get(f"timing_s/{timing}", 0.0)):
-            flops = passes / PASSES_OF_UPDATE * costs[model].total(lengths)
+            flops = passes / PASSES_OF_UPDATE * costs[model].total(lengths) + tower_flops.get(timing, 0.0)
             metrics[f"perf/mfu/{part}"] = flops / seconds / ranks / peak_flops(device)
     return metrics
 

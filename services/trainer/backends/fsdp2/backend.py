@@ -245,6 +245,10 @@ class Fsdp2Backend(ShardedModel):
         inputs = attention.model_inputs(self._attention, tokens, self.device, recurrent=self._recurrent)
         return inputs if self._tower is None else {**inputs, **self._tower.inputs(tokens.whole)}
 
+    @property
+    def tower_flops(self) -> float:
+        return 0.0 if self._tower is None else self._tower.flops
+
     def manifest(self, dtype: str) -> Manifest:
         return manifest(self._model, dtype)
 

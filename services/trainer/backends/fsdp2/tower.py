@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from millrace.data.pictures import MODELS, Pictures
 from millrace.errors import InvalidState
 from millrace.spec.model import Model
+from millrace.towers import MOST_KEPT, TowerShape
 from services.trainer.checkpoints.model_files import ModelFiles
 from services.trainer.protocol.microbatch import MicroBatch
 
@@ -26,8 +27,6 @@ NAME = "visual"
 """The tower's name in the model without its head."""
 PREFIXES = (f"{NAME}.", f"model.{NAME}.")
 """How the names of its tensors begin in model folders."""
-MOST_KEPT = 256 << 20
-"""Bytes of features of images that are kept: passes and samples of a step have the same ones."""
 IMAGES = "image_features"
 """Keyword of the language model's forward pass."""
 
@@ -85,6 +84,9 @@ class Tower:
                     raise InvalidState(what, "give a folder whose safetensors hold the whole model.")
                 parameter.copy_(files.whole(stored))
         self._kept: OrderedDict[bytes, tuple[Tensor, Tensor]] = OrderedDict()
+        self._shape = TowerShape.of_config(config.vision_config.to_dict(), {})
+        self.flops = 0.0
+        """What it computed since it was built. Features that were kept cost nothing again."""
 
     @property
     def weights(self) -> list[Tensor]:
@@ -100,6 +102,7 @@ class Tower:
             grid = grid.to(self._device)
             made: Any = self._module(patches.to(self._device, self._dtype), grid_thw=grid)
             self._kept[key] = made.pooler_output, grid
+            self.flops += sum(map(self._shape.flops, grid.tolist()))
             while sum(kept.nbytes for kept, _ in self._kept.values()) > MOST_KEPT and len(self._kept) > 1:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)

@@ -236,6 +236,8 @@ class MegatronBackend:
         reference = [] if self._reference is None else self._reference.tensors()
         return {Part.WEIGHTS: policy, **trained, Part.REFERENCE: reference}
 
+    tower_flops = 0.0
+
     def metrics(self) -> dict[str, float]:
         return self._last_expert_metrics
 

@@ -24,6 +24,13 @@ def test_counts_tokens_and_pairs_and_a_third_for_forward_passes(monkeypatch: pyt
     }
 
 
+def test_what_a_tower_for_images_computed_is_added_to_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "peak_flops", lambda device: 1000.0)
+    told = {"timing_s/update_actor": 0.5, "timing_s/old_log_prob": 0.2}
+    found = utilisation({"actor": SequenceCost(10.0)}, CPU, [8], told, {"old_log_prob": 0}, 1, {"update_actor": 20.0})
+    assert found == {"perf/mfu/actor": pytest.approx((80 + 20) / 0.5 / 1000)}
+
+
 def test_a_pass_that_was_not_made_has_no_share_whatever_its_part_took() -> None:
     told = {"timing_s/old_log_prob": 2e-4, "timing_s/ref": 3e-4}
     assert utilisation({"actor": SequenceCost(10.0)}, CPU, [3, 5], told, {"old_log_prob": 0, "ref": 0}, 1) == {}

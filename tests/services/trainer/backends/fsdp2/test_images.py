@@ -1,5 +1,6 @@
 """Prompts with images: packed and sharded, log-probabilities and gradients are what transformers computes alone."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
 
 from millrace.data.pictures import Pictures
 from millrace.errors import InvalidJob, InvalidState
+from millrace.memory.fsdp2 import Fsdp2Memory
 from millrace.memory.ledger import Part, Phase
 from millrace.memory.prediction import predict, predict_replica
 from millrace.memory.shape import decoder_shape
+from millrace.towers import MOST_KEPT
 from services.trainer.backends import build
 from services.trainer.backends.fsdp2 import model_check
 from services.trainer.protocol.microbatch import MicroBatch, Sample
@@ -114,7 +118,7 @@ def test_the_tower_is_in_the_memory_that_is_held_and_predicted(one_rank: torch.d
     tower = sum(each.numel() for each in opened_model(folder).model.visual.parameters())
     shape, spec = decoder_shape(folder), job_spec(folder, data=DATA, trainer=TRAINER)
     of_text = job_spec(folder)
-    assert shape.tower == pytest.approx(tower, rel=0.01)
+    assert shape.tower is not None and shape.tower.parameters == tower
     backend, without = build(spec, one_rank), build(of_text, one_rank)
     held = [sum(each.nbytes for each in own.held()[Part.WEIGHTS]) for own in (backend, without)]
     assert held[0] - held[1] == 4 * tower
@@ -123,6 +127,40 @@ def test_the_tower_is_in_the_memory_that_is_held_and_predicted(one_rank: torch.d
         assert found[0] - found[1] == pytest.approx(4 * tower, rel=0.01), phase
     engines = [predict_replica(own, shape, "vllm", 80e9).ledger.device[Part.WEIGHTS] for own in (spec, of_text)]
     assert engines[0] - engines[1] == pytest.approx(4 * tower, rel=0.01)
+
+
+def test_flops_of_the_tower_are_those_of_each_image_once(one_rank: torch.device, folder: Path) -> None:
+    samples = drawn(folder)
+    backend: Any = build(job_spec(folder, data=DATA, trainer=TRAINER), one_rank)
+    pictures, model = Pictures.of_folder(str(folder)), opened_model(folder).model.visual
+    model.set_attn_implementation("eager")
+    expected = 0
+    for file in {file for sample in samples for file in sample.images}:
+        patches, grid = pictures.pixels(pictures.opened([file]))
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(patches, grid_thw=grid)
+        expected += counter.get_total_flops()
+    for _ in range(2):  # the features are kept
+        backend.logprobs([MicroBatch.pack(samples, range(len(samples)))], temperature=1.0)
+        assert backend.tower_flops == pytest.approx(expected, rel=0.01)
+    assert expected > 0
+
+
+def test_what_an_image_needs_in_the_tower_is_predicted(folder: Path) -> None:
+    """The largest that a prompt may have: by its own limit, or by the processor's."""
+    shape = decoder_shape(folder)
+    assert shape.tower is not None
+    for longest, patches in ((16, 64), (512, 96)):
+        data, trainer = {**DATA, "max_prompt_tokens": longest}, {**TRAINER, "token_budget": longest + 24}
+        job = Fsdp2Memory(job_spec(folder, data=data, trainer=trainer), shape, 1, longest + 24)
+        assert job.seeing().device == {Part.ACTIVATIONS: shape.tower.working_bytes(patches, 4)}
+        assert job.at_rest().device[Part.ACTIVATIONS] == MOST_KEPT
+        large = replace(shape.tower, ffn=100_000)  # takes more than the language model
+        seeing = replace(job, shape=replace(shape, tower=large))
+        for found in (seeing.scoring(), seeing.update()):
+            assert found.device[Part.ACTIVATIONS] == MOST_KEPT + large.working_bytes(patches, 4)
+    of_text = Fsdp2Memory(job_spec(folder), shape, 1, 40)
+    assert not of_text.seeing().device and Part.ACTIVATIONS not in of_text.at_rest().device
 
 
 def on_rank(rank: int, place: Path, model: Path) -> None:

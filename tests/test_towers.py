@@ -1,0 +1,62 @@
+"""Towers for images: parameters, FLOPs and memory, beside what torch counts of transformers' own."""
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+from millrace.towers import TowerShape
+
+SIZES = {"hidden_size": 160, "num_heads": 4, "intermediate_size": 428, "depth": 4, "out_hidden_size": 256}
+CONFIG = Qwen2_5_VLVisionConfig(**SIZES, fullatt_block_indexes=[1, 3])
+NARROW = Qwen2_5_VLVisionConfig(**{**SIZES, "intermediate_size": 64}, fullatt_block_indexes=[1, 3])
+"""Attention takes more than the MLP."""
+SHAPE = TowerShape.of_config(CONFIG.to_dict(), {})
+GRIDS = [(1, 4, 4), (1, 16, 16), (1, 20, 34), (2, 10, 18)]
+"""Smaller than a window, of whole windows, with cut ones, of two times."""
+
+
+def tower(
+    attention: str, dtype: torch.dtype, config: Qwen2_5_VLVisionConfig = CONFIG
+) -> Qwen2_5_VisionTransformerPretrainedModel:
+    made = Qwen2_5_VisionTransformerPretrainedModel._from_config(config, attn_implementation=attention, dtype=dtype)
+    assert isinstance(made, Qwen2_5_VisionTransformerPretrainedModel)
+    return made.eval()
+
+
+def patches(grid: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(grid[0] * grid[1] * grid[2], SHAPE.values, dtype=dtype)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_flops_are_those_that_torch_counts(grid: tuple[int, int, int]) -> None:
+    module = tower("eager", torch.float32)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        module(patches(grid, torch.float32), grid_thw=torch.tensor([grid]))
+    assert SHAPE.flops(grid) == pytest.approx(counter.get_total_flops(), rel=1e-9)
+    assert SHAPE.parameters == sum(each.numel() for each in module.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("config", [CONFIG, NARROW])
+@pytest.mark.parametrize("grid", GRIDS[1:3])
+def test_memory_is_what_torch_tracks(
+    grid: tuple[int, int, int], config: Qwen2_5_VLVisionConfig, dtype: torch.dtype
+) -> None:
+    module, tracker = tower("sdpa", dtype, config), MemTracker()
+    tracker.track_external(module)
+    weights = sum(each.nbytes for each in module.parameters())
+    with torch.no_grad(), tracker:
+        shown = patches(grid, dtype)
+        module(shown, grid_thw=torch.tensor([grid]))
+    most = max(kinds["Total"] for kinds in tracker.get_tracker_snapshot("peak").values())
+    predicted = TowerShape.of_config(config.to_dict(), {}).working_bytes(len(shown), dtype.itemsize)
+    assert predicted == pytest.approx(most - weights, rel=0.03)
+
+
+def test_the_processor_says_how_many_patches_an_image_has_at_most() -> None:
+    assert SHAPE.most_patches == 4 * 1280
+    for stated in ({"max_pixels": 28 * 28 * 24}, {"size": {"longest_edge": 28 * 28 * 24, "shortest_edge": 56 * 56}}):
+        assert TowerShape.of_config(CONFIG.to_dict(), stated).most_patches == 4 * 24
