@@ -10,14 +10,18 @@ import torch
 
 from millrace.contracts.v1 import common_pb2
 from millrace.contracts.v1.trainer_pb2 import StepRequest
+from millrace.data.pictures import Pictures
 from millrace.errors import InvalidState, NonFinite, PartialStep
+from millrace.memory.shape import decoder_shape
 from millrace.spec import JobSpec
-from millrace.wire.arrays import pack_logprobs
+from millrace.wire.arrays import pack_logprobs, pack_tokens
 from services.trainer.backends import build
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.step import step as step_module
 from services.trainer.step.schedule import KlCoefficient, learning_rate
 from services.trainer.step.step import GIVEN_UP, UNCHANGED
+from tests.image_models import END, PAD, START, picture, save_image_model
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import episode_groups, job_spec, random_groups, refs
 from tests.services.trainer.step.plain_grpo import Plain
@@ -280,3 +284,36 @@ def test_refuses_lengths_that_differ_from_those_announced(
     request = StepRequest(job_id="job-1", step=1, groups=announced, work_address=served.address)
     with pytest.raises(InvalidState, match=f"prompt {announced[1].prompt_id}, sample 3 cannot be trained"):
         train_step(spec, backend, request, control, KlCoefficient(0.0), MemoryMeter(spec, backend, 0, 1))
+
+
+def test_the_flops_of_a_tower_are_those_of_the_part_that_first_needed_an_image(
+    one_rank: torch.device,
+    control: ControlThread,
+    served: ScriptedCoordinator,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All samples of a prompt have its image, and a second step with the same images needs the tower no more."""
+    folder, told = save_image_model(tmp_path / "model"), list[dict[str, float]]()
+    images = {"files": ["/rows.jsonl"], "procedural": None, "images": {"max_per_prompt": 1}, "max_prompt_tokens": 64}
+    trainer = {"token_budget": 512, "optimizer": {"lr": 0.0}}
+    _, step = local_step(job_spec(folder, data=images, trainer=trainer), one_rank, control, served)
+    groups, pictures, expected = random_groups(2, 4), Pictures.of_folder(str(folder)), 0.0
+    tower = decoder_shape(folder).tower
+    for number, group in enumerate(groups.values()):
+        file = picture(number, 60 + 30 * number, 90)
+        group.images[:] = [file]
+        group.prompt_tokens = pack_tokens(pictures.expanded([START, PAD, END, 7], pictures.opened([file])))
+        (grid,) = pictures.pixels(pictures.opened([file]))[1].tolist()
+        assert tower is not None
+        expected += tower.flops(tuple(grid))
+
+    def watched(*arguments: Any) -> dict[str, float]:
+        told.append(arguments[-1])
+        return {}
+
+    monkeypatch.setattr(step_module, "utilisation", watched)
+    for number in (1, 2):
+        step(number, groups)
+    assert sum(told[0].values()) == pytest.approx(expected) == max(told[0].values())
+    assert set(told[1].values()) == {0.0}
