@@ -21,6 +21,7 @@ from millrace.client import Client
 from millrace.data.row import PromptRow, write_rows
 from millrace.wire.tls import scheme, verifying
 from services.coordinator.redis_server import RedisServer
+from tests.forked import Forked
 from tests.ports import held_port
 
 
@@ -43,11 +44,16 @@ def empty_redis_url(redis_url: str) -> str:
 
 
 class CoordinatorProcess:
-    def __init__(self, folder: Path, *options: str, environment: dict[str, str] | None = None) -> None:
+    """A coordinator that is forked, or, `by_command`, started as people start it."""
+
+    def __init__(
+        self, folder: Path, *options: str, environment: dict[str, str] | None = None, by_command: bool = False
+    ) -> None:
         self._options = options
         self._environment = environment or {}
+        self._by_command = by_command
         self._held = contextlib.ExitStack()
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Forked | subprocess.Popen[bytes] | None = None
         self._settle(folder)
 
     def _settle(self, folder: Path) -> None:
@@ -59,12 +65,16 @@ class CoordinatorProcess:
     def start(self, path: str = "/readyz") -> None:
         """Starts it, and waits until `path` is answered: /readyz by one that leads, /healthz also by one that does
         not."""
-        command = [sys.executable, "-m", "services.coordinator", "--state-dir", str(self.folder)]
-        command += ["--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
-        command += ["--heartbeat-s", "0.2", "--lost-after-s", "1.0", *self._options]
-        log = (self.folder / "coordinator.log").open("ab")
+        arguments = ["--state-dir", str(self.folder)]
+        arguments += ["--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
+        arguments += ["--heartbeat-s", "0.2", "--lost-after-s", "1.0", *self._options]
         environment = {k: v for k, v in os.environ.items() if k != "REDIS_URL"} | self._environment
-        self.process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
+        if self._by_command:
+            command = [sys.executable, "-m", "services.coordinator", *arguments]
+            with self._log.open("ab") as log:
+                self.process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
+        else:
+            self.process = Forked("services.coordinator", arguments, environment, self._log)
         deadline = time.monotonic() + 120
         while not self.says(path):
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -78,8 +88,12 @@ class CoordinatorProcess:
         except httpx.HTTPError:
             return False
 
+    @property
+    def _log(self) -> Path:
+        return self.folder / "coordinator.log"
+
     def log(self) -> str:
-        return (self.folder / "coordinator.log").read_text()
+        return self._log.read_text()
 
     def kill(self) -> None:
         assert self.process is not None
@@ -127,9 +141,11 @@ def shared(of_the_file: CoordinatorProcess, request: pytest.FixtureRequest) -> I
 
 
 @contextlib.contextmanager
-def running(folder: Path, *options: str, environment: dict[str, str] | None = None) -> Iterator[CoordinatorProcess]:
+def running(
+    folder: Path, *options: str, environment: dict[str, str] | None = None, by_command: bool = False
+) -> Iterator[CoordinatorProcess]:
     folder.mkdir(exist_ok=True)
-    process = CoordinatorProcess(folder, *options, environment=environment)
+    process = CoordinatorProcess(folder, *options, environment=environment, by_command=by_command)
     try:
         process.start()
         yield process

@@ -103,7 +103,7 @@ def redis_of(process: CoordinatorProcess) -> psutil.Process:
 
 
 def test_sigterm_stops_it_and_its_redis(tmp_path: Path) -> None:
-    with running(tmp_path / "state") as process:
+    with running(tmp_path / "state", by_command=True) as process:
         redis = redis_of(process)
         assert process.stop() == 0
         assert not runs(redis)
