@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -24,8 +25,8 @@ def test_the_job_goes_on_after_the_coordinator_was_killed(start, job, tmp_path):
     job["model"]["path"] = str(folder)
     job["trainer"]["backend"] = "megatron"
     job["publication"] = {"path": "sharded"}
-    job["rollout"]["max_response_tokens"] = 64
-    job["schedule"] |= {"steps": 8, "max_staleness": 0}
+    job["rollout"]["max_response_tokens"] = 32
+    job["schedule"] |= {"steps": 8, "prompts_per_step": 4, "max_staleness": 0}
     stack = start(replicas=1, engine="vllm")
     client = stack.client()
     view = client.submit(job, key="once")
@@ -33,6 +34,7 @@ def test_the_job_goes_on_after_the_coordinator_was_killed(start, job, tmp_path):
 
     killed = stack.pids()["coordinator"]
     os.kill(killed, signal.SIGKILL)
+    since = time.time()
     until("it is started again", lambda: stack.pids().get("coordinator") not in (None, killed), 60)
 
     def answers():
@@ -44,9 +46,10 @@ def test_the_job_goes_on_after_the_coordinator_was_killed(start, job, tmp_path):
     until("it answers", answers, 60)
     assert client.submit(job, key="once").id == view.id, "the idempotency key survived"
     done = finished(client, view.id)
-    adds_up(client, done)
+    adds_up(client, done, groups_per_step=4)
     assert done.version == done.steps, "one version a step: nothing was trained twice"
     for row in client.metrics(view.id)[1:]:
         assert row.values["training/rollout_logprobs_diff_max"] < 1e-3, "every token is of the version that it names"
-    published = [e.data for e in client.events(view.id, follow=False) if e.kind == "publication.done"]
-    assert {member.loader_tensors for report in published for member in report.members[1:]} == {0}
+    published = [e for e in client.events(view.id, follow=False) if e.kind == "publication.done"]
+    assert published[-1].time_s > since, "it was killed before the last step"
+    assert {member.loader_tensors for event in published for member in event.data.members[1:]} == {0}
