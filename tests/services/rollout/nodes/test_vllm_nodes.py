@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_two_nodes_are_one_replica(tmp_path: Path) -> None:
-    """One member generates, gets versions into the workers of both nodes, is lost with its follower, and comes back."""
+    """One member generates, gets versions into the workers of both nodes, and drains."""
 
     async def scenario() -> None:
         async with replica(tmp_path) as two:
@@ -26,27 +26,27 @@ def test_two_nodes_are_one_replica(tmp_path: Path) -> None:
             assert len(member.host.split(", ")) == 2
             assert (await configure(two.peer, two.spec)).world_size == 2
             await serves_what_is_published(two)
-            await two.lose_follower()
-            assert (await configure(two.peer, two.spec)).world_size == 2, "both nodes are back"
             await drains_by_its_follower(two)
 
     asyncio.run(scenario())
 
 
-@pytest.mark.matrix  # test_two_nodes_are_one_replica covers it with a follower that is killed
-def test_the_loss_of_a_worker_and_of_the_leader(tmp_path: Path) -> None:
+@pytest.mark.matrix  # test_nodes.py has each loss without an engine, ../test_launch.py one of vLLM's
+def test_the_loss_of_the_follower_of_a_worker_and_of_the_leader(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with replica(tmp_path) as two:
             await two.registered(1)
             assert (await configure(two.peer, two.spec)).world_size == 2
+            await two.lose_follower()
+            assert (await configure(two.peer, two.spec)).world_size == 2, "both nodes are back"
             before = two.member_id
             two.nodes[1].forked[-1].kill()
             await until(lambda: before in two.coordinator.left, WITHIN_S)
             assert "VllmWorker-1 has ended" in two.coordinator.left[before]
-            await two.registered(2)
+            await two.registered(3)
             await configure(two.peer, two.spec)
             two.nodes[0].forked[0].kill()
-            await two.registered(3)
+            await two.registered(4)
             assert (await configure(two.peer, two.spec)).world_size == 2, "both nodes are back"
             two.nodes[0].process.send_signal(signal.SIGTERM)
             assert [await asyncio.wait_for(node.process.wait(), WITHIN_S) for node in two.nodes] == [0, 0]
