@@ -77,15 +77,17 @@ def untimed(metrics: dict[str, float]) -> set[str]:
 
 
 WITH_PADDING = ("plain", "several rewards")
-"""The jobs that `make test` has with one sample a prompt, too: padding is the same for all of them."""
+"""The jobs that `make test` has with one sample a prompt: padding is the same for all of them."""
 OF_EPISODES = ("correction, sequence mean, recompute", "squared probabilities")
-"""The jobs that are also compared on episodes of several turns and trajectories."""
+"""The jobs that are compared on episodes of several turns and trajectories."""
+OTHERWISE = (*WITH_PADDING, *OF_EPISODES)
+"""The jobs that `make test` has in one of these ways, and `make test-all` with four samples a prompt too."""
 
 
 @pytest.mark.parametrize(
     ("name", "samples"),
     [
-        *((name, 4) for name in JOBS),
+        *(pytest.param(name, 4, marks=[pytest.mark.matrix] if name in OTHERWISE else []) for name in JOBS),
         *(pytest.param(f"preset {name}", 4, marks=pytest.mark.matrix) for name in EARLY),
         *(pytest.param(name, 1, marks=[] if name in WITH_PADDING else pytest.mark.matrix) for name in JOBS),
         *((name, 0) for name in OF_EPISODES),
