@@ -28,10 +28,17 @@ CONTEXT.set_forkserver_preload(["tests.forked_imports"])
 class Forked:
     """`python -m module arguments...` without the time for imports. It is used like subprocess.Popen."""
 
-    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """Standard output and error are appended to `log`."""
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        given: Path | None = None,
+    ) -> None:
+        """Standard output and error are appended to `log`; `given` is the standard input."""
         log.touch()
-        whole = (module, tuple(arguments), dict(environment), str(log))
+        whole = (module, tuple(arguments), dict(environment), str(log), str(given or os.devnull))
         self._process = CONTEXT.Process(target=_run, args=whole, name=module)
         self._process.start()
         assert self._process.pid is not None
@@ -62,11 +69,13 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(module: str, arguments: tuple[str, ...], environment: dict[str, str], log: str) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for standard in (1, 2):
-        os.dup2(output, standard)
-    os.close(output)
+def _run(module: str, arguments: tuple[str, ...], environment: dict[str, str], log: str, given: str) -> None:
+    for path, how, standards in ((given, os.O_RDONLY, (0,)), (log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, (1, 2))):
+        file = os.open(path, how)
+        for standard in standards:
+            os.dup2(file, standard)
+        os.close(file)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[1:] = arguments

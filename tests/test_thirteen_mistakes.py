@@ -3,7 +3,8 @@ the fix."""
 
 import copy
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from millrace.admission import trials
 from millrace.cli import app
 from millrace.client import Client
 from millrace.data.row import PromptRow, write_rows
 from millrace.errors import InvalidJob
+from tests.forked import Forked
 from tests.models import save_tiny_model
 from tests.services.coordinator.conftest import running
 
@@ -106,6 +109,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, text in wrong.files.items():
             (made / name).write_text(text)
     return made
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What `validate` runs in processes of their own is forked here; tests/admission/test_thorough.py and
+    tests/test_cli.py start it by its command."""
+
+    def run(module: str, lines: Sequence[Mapping[str, Any]], limit_s: float) -> tuple[list[dict[str, Any]], str]:
+        asked, printed = tmp_path / f"{module}.asked", tmp_path / f"{module}.printed"
+        asked.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        assert Forked(module, (), os.environ, printed, asked).wait(limit_s) == 0, printed.read_text()
+        return [json.loads(line) for line in printed.read_text().splitlines() if line.startswith("{")], ""
+
+    monkeypatch.setattr(trials, "_run", run)
 
 
 @pytest.fixture(scope="module")
