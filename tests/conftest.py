@@ -76,9 +76,12 @@ TOGETHER = {
     "e2e/test_recipes.py": "e2e/test_algorithms.py",
     "e2e/test_replay.py": "e2e/test_algorithms.py",
     "e2e/test_timeline.py": "e2e/test_algorithms.py",
+    "services/rollout/engines/test_adapter_places.py": "services/rollout/engines/test_engines.py",
+    "services/rollout/engines/test_fp8_folder.py": "services/rollout/engines/test_engines.py",
     "services/rollout/engines/test_hybrid.py": "services/rollout/engines/test_engines.py",
     "services/rollout/engines/test_image_prompts.py": "services/rollout/engines/test_engines.py",
     "services/rollout/engines/test_vllm_adapters.py": "services/rollout/engines/test_engines.py",
+    "services/rollout/engines/test_vllm_options.py": "services/rollout/engines/test_engines.py",
 }
 """Files that share a session's fixture which takes long to make, or the server from which vLLM is forked: file → the
 file with which it runs."""

@@ -12,6 +12,7 @@ CPU installation goes without.
 
 import json
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,12 @@ from tests.services.trainer.backends.megatron import batch, tiny
 from tests.services.trainer.backends.megatron.conftest import KINDS
 from tests.services.trainer.backends.megatron.launch import launch, once
 
-pytest.importorskip("vllm")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-"""The first test waits for both launches."""
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+"""The first test waits for both launches. To import vLLM here would take every worker of pytest a second."""
 
 BFLOAT16 = "deepseek_v3 in bfloat16"
 MATRIX = ("qwen2", "qwen3", "mixtral", "deepseek_v3", "moonlight", "qwen2_5_vl", BFLOAT16)
