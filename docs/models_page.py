@@ -6,6 +6,7 @@ It comes from the tables of the backends and engines, and from `FAMILIES`, which
 from dataclasses import dataclass
 
 from millrace.data.pictures import MODELS
+from millrace.engines.vllm import EQUAL_ON_CPU, SHIFTED_WINDOWS, UNEQUAL, UNEQUAL_ON_CPU
 from millrace.fsdp2.architectures import ATTENTIONS, BY_REASON, GATED_DELTA, RIGHT, RIGHT_WITH, UNTRIED
 from millrace.megatron.architectures import ARCHITECTURES
 from services.rollout.engines.vllm.options import SHOWN_RECURRENT, TEXT_PARTS
@@ -128,11 +129,14 @@ and `rollout.max_response_tokens` together, has at most `original_max_position_e
 The tables have every causal language model of transformers by its `model_type`, with the default entries of its
 config; other entries may decide otherwise. Each accepted one without layers of GatedDeltaNet was also compared with the
 transformers engine, which decodes with a cache: log-probabilities of tokens that follow prompts of several lengths are
-within 0.0001 nats.
-
-With vLLM 0.32 on the CPU, in float32, `cohere`, `gemma3_text`, `glm4`, `granite`, `llama` and `mistral` were compared
-in the same way: within 0.00002 nats. `cohere2` was not equal: vLLM's windows have one token more than transformers',
-which changes the log-probabilities of texts that are longer than `sliding_window`."""
+within 0.0001 nats."""
+ON_VLLM = """\
+Each model type that FSDP2 trains was tried with vLLM 0.32 on the CPU, in float32: a tiny random model was published by
+shards and whole, and its log-probabilities of texts of 5 to 130 tokens beside each other were compared with those of
+each alone in transformers. What vLLM is known to compute otherwise is refused by replicas with vLLM, and told by
+`millrace validate`; replicas with the transformers engine run it."""
+NOT_RUN = """The others did not run: this build of vLLM does not start on them, or replicas refuse them by the names of
+tensors for which vLLM has no place."""
 
 
 def page() -> str:
@@ -154,7 +158,19 @@ def page() -> str:
     refused = [f"| {reason} | {_names(sorted(names.split()))} |" for reason, names in BY_REASON.items()]
     parts.append("\n".join(["| reason | model types |", "|---|---|", *refused]))
     parts += ["## Not tried", "No small model can be made of the defaults of these. The config of a job is tried:"]
-    return "\n\n".join([*parts, _names(UNTRIED)]) + "\n"
+    parts += [_names(UNTRIED), "# Models in vLLM", ON_VLLM, "Within 0.0001 nats:", _names(EQUAL_ON_CPU)]
+    return "\n\n".join([*parts, "Refused:", _unequal(), NOT_RUN]) + "\n"
+
+
+def _unequal() -> str:
+    """The table of what vLLM computes otherwise than transformers."""
+    windows = "in texts longer than `sliding_window`: vLLM's windows have one token more"
+    rows = {
+        _names(SHIFTED_WINDOWS): windows,
+        "`deepseek_v2`": "with `topk_method: greedy` and several groups of experts",
+    }
+    rows |= {f"`{name}`": reason for name, reason in {**UNEQUAL, **UNEQUAL_ON_CPU}.items()}
+    return "\n".join(["| model type | what is not equal |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows.items())])
 
 
 def _names(names: object) -> str:

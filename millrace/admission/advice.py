@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from millrace.backends import BACKENDS
+from millrace.data.model_folder import text_config
 from millrace.descriptors import Hosts, imported
+from millrace.engines.vllm import unequal
 from millrace.errors import InvalidJob, Mistake, wrong_value
 from millrace.lora import absent
 from millrace.megatron.adapters import EXPERTS, linear_layers
@@ -33,7 +35,22 @@ LEAST_RATE = 5e-6
 
 def advice(spec: JobSpec) -> list[Mistake]:
     """Fields of the job with a value that is likely better. The job runs as it is."""
-    return [*_rank(spec), *_learning_rate(spec), *_layers(spec)]
+    return [*_rank(spec), *_learning_rate(spec), *_layers(spec), *_engine(spec)]
+
+
+def _engine(spec: JobSpec) -> Iterator[Mistake]:
+    """A model that replicas with vLLM refuse, and those with another engine run. What its CPU build alone computes
+    otherwise counts too: where the replicas run is not known here."""
+    folder = Path(spec.model.path)
+    if not (folder / "config.json").is_file():
+        return
+    try:
+        config = text_config(folder)
+    except InvalidJob:
+        return
+    if reason := unequal(config, spec.data.max_prompt_tokens + spec.rollout.max_response_tokens, on_cpu=True):
+        fix = "start replicas with the transformers engine, or choose another model."
+        yield wrong_value("model.path", spec.model.path, f"replicas with vLLM refuse it: {reason}", fix)
 
 
 def _layers(spec: JobSpec) -> Iterator[Mistake]:

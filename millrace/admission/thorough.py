@@ -71,6 +71,7 @@ def look(spec: JobSpec, progress: Progress, *, judges: bool = False) -> Iterator
         notes.append(f"{section.name}: {usable} of {section.rows} rows can be used")
         yield from _taken(notes)
     if not mistakes:
+        yield "prompts: loading the tokenizer and making tokens of them takes some seconds"
         mistakes += _prompts(spec, sections, progress, notes)
         yield from _taken(notes)
         for section in sections:

@@ -1,6 +1,8 @@
 """vLLM. Its options are `AsyncEngineArgs`; the engine is in `services/rollout/engines/vllm`."""
 
 import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
 
 from millrace.descriptors import EngineDescriptor
 from millrace.software import TESTED_TORCH, Software
@@ -34,6 +36,38 @@ SET_BY_REPLICAS = (
 SAMPLING_FIELDS = "rollout.temperature, rollout.top_p, rollout.top_k and rollout.stop"
 NO_DRAFT_WEIGHTS = "publications do not reach the weights of a draft model, which would stay random"
 EXPERTS_MOVE = "experts would move or multiply after the replica learned where each of them lies"
+
+_EQUAL_ON_CPU = """
+    arcee bitnet cohere cwm deepseek_v2 deepseek_v3 ernie4_5 exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text
+    glm glm4 gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe
+    hyperclovax jais2 llama mellum minicpm3 ministral ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3
+    olmoe opt persimmon phi3 qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss
+    smollm3 stablelm starcoder2 vaultgemma"""
+EQUAL_ON_CPU = frozenset(_EQUAL_ON_CPU.split())
+"""Model types whose log-probabilities in the CPU build are transformers', in float32."""
+SHIFTED_WINDOWS = frozenset({"cohere2", "cohere2_moe"})
+"""Model types in whose windows vLLM has one token more than transformers."""
+UNEQUAL: Mapping[str, str] = {
+    "gemma3n_text": "vLLM computes a tiny model of it 0.7 nats from transformers",
+    "moshi": "vLLM computes a tiny model of it 4.2 nats from transformers",
+}
+"""Model types (of the text part) with other log-probabilities than in transformers, and what was found."""
+UNEQUAL_ON_CPU: Mapping[str, str] = {
+    "ernie4_5_moe": "vLLM's CPU build chooses experts without their e_score_correction_bias",
+}
+"""Those of the CPU build alone."""
+
+
+def unequal(config: Mapping[str, Any], longest: int, *, on_cpu: bool) -> str:
+    """Why vLLM computes the model otherwise than the trainer does, in texts of up to `longest` tokens; empty if that is
+    not known of it. `config`: the entries of the text part of its config.json. `on_cpu`: with the CPU build."""
+    kind, window = str(config.get("model_type")), config.get("sliding_window")
+    if kind in SHIFTED_WINDOWS and isinstance(window, int) and longest > window:
+        return f"vLLM's windows of {kind} have one token more than transformers', {window + 1}"
+    if kind == "deepseek_v2" and config.get("topk_method") == "greedy" and (config.get("n_group") or 1) > 1:
+        return "vLLM chooses experts by groups although its topk_method is greedy"
+    return UNEQUAL.get(kind) or (UNEQUAL_ON_CPU.get(kind, "") if on_cpu else "")
+
 
 DESCRIPTOR = EngineDescriptor(
     software=Software(

@@ -79,3 +79,24 @@ def test_megatrons_names_that_have_no_effect_are_told(
         "trainer": {"backend": backend, "optimizer": {"lr": 1e-5}},
     }
     assert [json.loads(each.value) for each in advice(parse(job))] == without
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"model_type": "qwen3"}, ""),
+        ({"model_type": "cohere2", "sliding_window": 512}, "replicas with vLLM refuse it: vLLM's windows of cohere2"),
+        ({"text_config": {"model_type": "gemma3n_text"}}, "replicas with vLLM refuse it: vLLM computes"),
+        ({"model_type": "ernie4_5_moe"}, "replicas with vLLM refuse it: vLLM's CPU build"),
+    ],
+)
+def test_a_model_that_vllm_computes_otherwise_is_told(config: dict[str, Any], told: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    job = {
+        "name": "engines",
+        "output": "/data/out",
+        "model": {"path": str(tmp_path)},
+        "data": {"files": ["/data/train.parquet"]},
+    }
+    found = [str(each) for each in advice(parse(job))]
+    assert len(found) == bool(told) and all(told in each and "transformers engine" in each for each in found)

@@ -103,6 +103,19 @@ def test_prompts_that_would_be_dropped_are_counted(tmp_path: Path) -> None:
     assert mistake.startswith("data.max_prompt_tokens: 4: every prompt of data would be dropped: the shortest has 6")
 
 
+def test_what_takes_long_is_told_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(tmp_path / "train.jsonl", [PromptRow(1, "sums", "1 + 1", ground_truth="2")])
+    lines: list[str] = []
+
+    def begun(*_: Any) -> list[Any]:
+        assert lines[-1] == "prompts: loading the tokenizer and making tokens of them takes some seconds"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(thorough, "_prompts", begun)
+    with pytest.raises(KeyboardInterrupt):
+        lines.extend(thorough.look(spec_of(tmp_path, "train.jsonl"), plain))
+
+
 def trial(folder: Path, function: str, tried: list[PromptRow], **reward: Any) -> tuple[RewardTrial, list[str]]:
     spec = spec_of(folder, "x.jsonl", {"function": function, **reward})
     made = RewardTrial(spec, spec.reward.terms(procedural=False), "data", tried)

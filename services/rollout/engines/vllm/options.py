@@ -9,6 +9,7 @@ from typing import Any, get_args
 from millrace.data.pictures import MODELS
 from millrace.data.quantization import engine_overrides
 from millrace.engines import ENGINES
+from millrace.engines.vllm import unequal
 from millrace.errors import InvalidState, refused
 from millrace.spec import JobSpec
 from services.rollout.engine import Sampling, StopReason
@@ -50,6 +51,7 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: 
         refuse_recurrent(spec.model.path, "vLLM's CPU build", SHOWN_RECURRENT)
     else:
         refuse_recurrent(spec.model.path, "vLLM on GPUs")
+    _refuse_unequal(spec, on_cpu=current_platform.is_cpu())
     options = spec.rollout.options_of("vllm")
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     check_names(spec, "vllm", known, "AsyncEngineArgs")
@@ -96,6 +98,15 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: 
     if start is not None:
         arguments |= _node_arguments(spec, start)
     return without_broken_fusion(AsyncEngineArgs(**arguments))
+
+
+def _refuse_unequal(spec: JobSpec, *, on_cpu: bool) -> None:
+    """Raises InvalidJob for a model that vLLM computes otherwise than the trainer does."""
+    config = read_config(spec.model.path)
+    longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
+    if reason := unequal({**config, **(config.get("text_config") or {})}, longest, on_cpu=on_cpu):
+        fix = "start replicas with the transformers engine, or choose another model."
+        raise refused("model.path", spec.model.path, reason, fix)
 
 
 def _text_part(model: str) -> dict[str, Any]:

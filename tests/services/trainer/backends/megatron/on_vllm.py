@@ -62,9 +62,9 @@ class Served:
         self.loaders: list[str] = []
         """Names of tensors that went whole through vLLM's loader."""
 
-    def publish(self, tensors: Tensors) -> None:
+    def publish(self, tensors: Tensors) -> Placed:
         self.version += 1
-        self._receive(Sender(tensors, version=self.version))
+        return self._receive(Sender(tensors, version=self.version))
 
     def publish_shards(self, tensors: Tensors, *, computed: bool = False) -> None:
         self.version += 1
@@ -88,10 +88,9 @@ class Served:
         (model,) = self.llm.apply_model(lambda model: {n: t.detach().clone() for n, t in model.named_parameters()})
         return model
 
-    def logprobs(self) -> list[tuple[list[int], list[float]]]:
-        """The batch's sequences, each with the tokens that are likeliest after it: prefilled and decoded. Nats, at
-        temperature 1, of each token but the first."""
-        sequences = [np.concatenate([t.prompt, t.response]).tolist() for t in batch.trajectories()]
+    def logprobs(self, sequences: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+        """The sequences, each with the tokens that are likeliest after it: prefilled and decoded. Nats, at temperature
+        1, of each token but the first."""
         wanted = SamplingParams(
             max_tokens=DECODED, temperature=0.0, logprobs=0, prompt_logprobs=0, detokenize=False, ignore_eos=True
         )
@@ -118,7 +117,8 @@ def answer(model: str, dtype: str) -> dict[str, Any]:
         served.publish_shards(nothing)
         served.publish_shards(tensors, computed=computed)
         differing += [name for name, tensor in served.held().items() if not torch.equal(tensor, oracle[name])]
-    told = {"logprobs": served.logprobs(), "differing": differing, "loaders": served.loaders}
+    sequences = [np.concatenate([t.prompt, t.response]).tolist() for t in batch.trajectories()]
+    told = {"logprobs": served.logprobs(sequences), "differing": differing, "loaders": served.loaders}
     served.llm.llm_engine.engine_core.shutdown()
     return told
 

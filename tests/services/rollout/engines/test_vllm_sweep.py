@@ -1,0 +1,68 @@
+"""vLLM's tables of architectures are what is measured: of those that the fsdp2 backend trains, which its CPU build
+computes as transformers does, and which otherwise."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.engines.vllm import EQUAL_ON_CPU, SHIFTED_WINDOWS, UNEQUAL, UNEQUAL_ON_CPU
+from millrace.errors import InvalidJob
+from millrace.fsdp2.architectures import GATED_DELTA, REFUSED, RIGHT, RIGHT_WITH
+from services.rollout.engines.vllm.options import TEXT_PARTS, engine_arguments
+from tests.services.rollout.engines import vllm_sweep
+from tests.services.rollout.jobs import job_spec
+
+pytest.importorskip("vllm")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the tables are of the CPU build"),
+]
+TRAINED = sorted({*RIGHT, *RIGHT_WITH} - set(TEXT_PARTS))
+OTHERWISE = {*SHIFTED_WINDOWS, *UNEQUAL, *UNEQUAL_ON_CPU}
+TOLERANCE = 1e-4
+
+
+def check(model_type: str, folder: Path) -> None:
+    found = vllm_sweep.look(model_type, folder / model_type)
+    if model_type in EQUAL_ON_CPU:
+        assert not found.failure and not found.differing
+        assert found.nats is not None and found.nats < TOLERANCE
+    elif model_type in OTHERWISE:
+        assert found.nats is not None and found.nats > 100 * TOLERANCE, found.failure
+    else:
+        assert found.failure, f"vLLM runs it, {found.nats:.2g} nats from transformers"
+
+
+def test_each_architecture_is_in_one_table() -> None:
+    assert not EQUAL_ON_CPU & OTHERWISE and not (EQUAL_ON_CPU | OTHERWISE) & REFUSED.keys()
+    assert set(TRAINED) >= GATED_DELTA | OTHERWISE
+
+
+@pytest.mark.matrix  # tests/services/trainer/backends/megatron/test_vllm.py has two, test_what_is_not_… the refusals
+@pytest.mark.parametrize("model_type", TRAINED)
+def test_the_tables_are_what_is_measured(model_type: str, tmp_path: Path) -> None:
+    check(model_type, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "cohere2", "sliding_window": 399}, "one token more than transformers', 400"),
+        ({"model_type": "cohere2", "sliding_window": 400}, ""),
+        ({"model_type": "deepseek_v2", "topk_method": "greedy", "n_group": 8}, "experts by groups"),
+        ({"model_type": "ernie4_5_moe"}, "without their e_score_correction_bias"),
+        ({"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}}, "nats from transformers"),
+    ],
+)
+def test_what_is_not_equal_is_refused_by_name(config: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = job_spec(tmp_path, "vllm")  # texts of up to 400 tokens
+    if not reason:
+        engine_arguments(spec)
+        return
+    with pytest.raises(InvalidJob, match=f"model.path.*{reason}.*the transformers engine"):
+        engine_arguments(spec)
