@@ -53,7 +53,8 @@ KINDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_m
 """Of these the last two have a tower for images beside the language model."""
 
 
-def _built(kind: str) -> Any:
+def built(kind: str) -> Any:
+    """The model with the values that transformers gives it."""
     if kind == "qwen3_next":
         config = transformers.Qwen3NextConfig(**SIZES, **EXPERTS, rope_parameters=ROTARY)
         return transformers.Qwen3NextForCausalLM(config)
@@ -70,7 +71,7 @@ def save_hybrid_model(folder: Path, kind: str, seed: int = 0) -> Path:
     """Random values in all tensors, and large enough ones that a token notices those before it."""
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        model = _built(kind)
+        model = built(kind)
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2:
                 parameter.normal_(0, 0.15)

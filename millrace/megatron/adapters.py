@@ -34,6 +34,8 @@ SPLITS: dict[str, Split] = {
 """Megatron's linear layers, and how tensor-parallel ranks split their weights."""
 EXPERTS = "experts"
 """The name in `model.lora.target_modules` that means every linear layer of the routed experts."""
+RECURRENT = ".linear_attn."
+"""Part of the names of the layers inside a recurrence, which have no adapter."""
 FUSED_ATTENTION = ("q_proj", "k_proj", "v_proj")
 """The layers in `linear_qkv`. A rank may have rows of some of them only; it has all their matrices A."""
 WEIGHT = ".weight"
@@ -146,7 +148,8 @@ def choose_layers(asked: AskedAdapter, shape: ModelShape, layers: Layers) -> fro
             meant = (*meant, *fused)
         plain = [layer for layer in linear if layer.rpartition(".")[2] in MEGATRON_NAMES[name]]
         asked = asked.naming(name, [*plain, *fused])
-    return frozenset(asked.naming(EXPERTS, experts).choose(linear, tuple(dict.fromkeys(meant)), others))
+    recurrent = [layer for layer in others if RECURRENT in layer]
+    return frozenset(asked.naming(EXPERTS, experts).choose(linear, tuple(dict.fromkeys(meant)), others, recurrent))
 
 
 def adapted_linears(base: Layout, chosen: Set[str]) -> list[list[AdaptedLinear]]:

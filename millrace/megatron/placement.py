@@ -78,22 +78,28 @@ class Share:
 
 
 def shares(placement: Placement, first: int, last: int) -> Iterator[Share]:
-    """The boxes of tensors that are in the run [first, last) of the flattened parameter of one or two dimensions."""
-    width = placement.shape[1] if len(placement.shape) == 2 else 1
+    """The boxes of tensors that are in the run [first, last) of the flattened parameter."""
+    strides = tuple(math.prod(placement.shape[dim + 1 :]) for dim in range(len(placement.shape)))
     at = first
     while at < last:
-        row, column = divmod(at, width)
-        rows = 0 if column else (last - at) // width
-        if rows:
-            part, taken = placement.narrow(0, row, rows), rows * width
-        else:
-            taken = min(last - at, width - column)
-            part = placement.narrow(0, row, 1).narrow(1, column, taken)
-        strides = (width, 1)[-len(placement.shape) :]
+        part, taken = _box(placement, strides, at, last)
         for piece in part.pieces:
             start = at - first + sum(t * s for t, s in zip(piece.target, strides, strict=True))
             yield Share(piece.tensor, piece.source, piece.extent, start, strides)
         at += taken
+
+
+def _box(placement: Placement, strides: tuple[int, ...], at: int, last: int) -> tuple[Placement, int]:
+    """The largest box that begins at the element `at` of the flattened parameter and ends before `last`, and its number
+    of elements: whole rows, or as much of one as there is."""
+    inside = at
+    for dim, stride in enumerate(strides):
+        index, inside = divmod(inside, stride)
+        if not inside and last - at >= stride:
+            count = min((last - at) // stride, placement.shape[dim] - index)
+            return placement.narrow(dim, index, count), count * stride
+        placement = placement.narrow(dim, index, 1)
+    raise ValueError(f"{at} is not inside the parameter.")
 
 
 def stack(placements: Iterable[Placement]) -> Placement:

@@ -188,6 +188,8 @@ def _ranks(o: MegatronOptions, world_size: int) -> Iterator[Mistake]:
 def _tensor(o: MegatronOptions, s: ModelShape) -> Iterator[Mistake]:
     size = o.tensor_parallel
     divided = {"attention heads": s.heads, "hidden size": s.hidden, "feed-forward size": s.ffn}
+    if s.recurrence is not None:
+        divided["key heads of linear attention"] = s.recurrence.key_heads
     if s.experts is not None and s.experts.shared_ffn is not None:
         divided["size of the shared experts"] = s.experts.shared_ffn
     for what, count in divided.items():
@@ -202,6 +204,9 @@ def _tensor(o: MegatronOptions, s: ModelShape) -> Iterator[Mistake]:
     if groups % size and size % groups:
         reason = f"it neither divides the model's {groups} key-value heads nor is a multiple of them"
         yield _broken("tensor_parallel", size, reason, f"choose a divisor or a multiple of {groups}")
+    elif s.gated and size > groups:
+        reason = f"megatron-core cannot divide the gates of the model's {groups} key-value heads over more ranks"
+        yield _broken("tensor_parallel", size, reason, f"choose a divisor of {groups}")
 
 
 def _pipeline(o: MegatronOptions, s: ModelShape) -> Iterator[Mistake]:
@@ -291,7 +296,12 @@ def _optimizer(o: MegatronOptions) -> Iterator[Mistake]:
 
 
 def _context(o: MegatronOptions, shape: ModelShape) -> Iterator[Mistake]:
-    """Nothing has compared latent attention that is divided over ranks with the whole."""
+    """Nothing has compared latent attention that is divided over ranks with the whole. A recurrence needs all tokens
+    of its sequence in order."""
+    if o.context_parallel > 1 and shape.recurrence is not None:
+        reason = f"{shape.architecture} has layers of linear attention, whose state runs through the whole sequence"
+        fix = "leave it out; tensor_parallel and recompute lower the memory of long sequences too"
+        yield _broken("context_parallel", o.context_parallel, reason, fix)
     if o.context_parallel > 1 and shape.latent is not None:
         reason = f"{shape.architecture} has latent attention, which was never run in parts of a sequence"
         fix = "leave it out; tensor_parallel and recompute lower the memory of long sequences too"

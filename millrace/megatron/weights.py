@@ -8,12 +8,13 @@ parameters against this map, so that a change in a new release is noticed.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from millrace.backends.megatron import MegatronOptions
-from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, ModelShape
+from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, ModelShape, Recurrence
 from millrace.megatron.placement import Placement, Tensor, stack
 from millrace.megatron.topology import Coordinates, Topology
-from millrace.weights.folder_tensors import Unread
+from millrace.weights.folder_tensors import Unread, stored_name
 
 Layout = list[dict[str, Placement]]
 """For each model chunk of a rank: parameter name → placement."""
@@ -52,9 +53,9 @@ def tensors(shape: ModelShape, topology: Topology, layers: Layers) -> tuple[Tens
 
 def unread(shape: ModelShape, stored: Iterable[str]) -> Unread:
     """The tensors of a folder, `stored`, that no rank reads. A critic ignores the language model's head."""
-    names, heads = shape.names, (r"^lm_head\.", r"^score\.bias$")
-    taken = {tensor.name for tensor in tensors(shape, Topology(1, MegatronOptions()), LOCAL)}
-    tied = {names.head: names.embedding} if shape.tied else {}
+    names, heads, stored = shape.names, (r"^lm_head\.", r"^score\.bias$"), frozenset(stored)
+    taken = {stored_name(tensor.name, stored) for tensor in tensors(shape, Topology(1, MegatronOptions()), LOCAL)}
+    tied = {names.head: stored_name(names.embedding, stored)} if shape.tied else {}
     ignored = (*names.untrained, *(heads if shape.value_head else ()))
     return Unread.of(stored, taken, tied=tied, ignored=ignored, layers=shape.layers)
 
@@ -93,10 +94,15 @@ class _Chunk:
 
     def _layer(self, layer: int) -> Named:
         prefix = self.shape.names.layer.format(layer=layer)
+        recurrence = self.shape.recurrence if self.shape.has_recurrence(layer) else None
         fused = self.layers.fused_norms and self.shape.latent is None
         norm = Placement.whole(prefix + "input_layernorm.weight", self.shape.hidden)
-        yield ("self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"), norm
-        yield from self._attention(prefix) if self.shape.latent is None else self._latent(prefix, self.shape.latent)
+        linear = "linear_qkv" if recurrence is None else "in_proj"
+        yield (f"self_attention.{linear}.layer_norm_weight" if fused else "input_layernorm.weight"), norm
+        if recurrence is not None:
+            yield from self._recurrence(f"{prefix}linear_attn.", recurrence)
+        else:
+            yield from self._attention(prefix) if self.shape.latent is None else self._latent(prefix, self.shape.latent)
         experts = self.shape.experts if self.shape.has_experts(layer) else None
         fused = self.layers.fused_norms and experts is None
         norm = Placement.whole(prefix + "post_attention_layernorm.weight", self.shape.hidden)
@@ -117,16 +123,52 @@ class _Chunk:
         )
 
     def _query_key_value(self, prefix: str, kind: str, *width: int) -> Placement:
-        """Group by group: the query heads, the key head, the value head. Split by rows, also inside a group if there
-        are fewer groups than tensor-parallel ranks."""
-        s = self.shape
+        """Group by group: the query heads, their gates, the key head, the value head. Split by rows, also inside a
+        group if there are fewer groups than tensor-parallel ranks. In the folder each gate follows its query head."""
+        s, both = self.shape, 2 if self.shape.gated else 1
         q, k, v = (
             Placement.whole(f"{prefix}self_attn.{name}_proj.{kind}", heads * s.head_dim, *width)
-            for name, heads in (("q", s.heads), ("k", s.key_value_heads), ("v", s.key_value_heads))
+            for name, heads in (("q", both * s.heads), ("k", s.key_value_heads), ("v", s.key_value_heads))
         )
+        queries = [q]
+        if s.gated:
+            queries = [stack(q.shard(0, 2 * head + half, 2 * s.heads) for head in range(s.heads)) for half in range(2)]
         groups = s.key_value_heads
-        parts = [tensor.shard(0, group, groups) for group in range(groups) for tensor in (q, k, v)]
+        parts = [tensor.shard(0, group, groups) for group in range(groups) for tensor in (*queries, k, v)]
         return stack(parts).shard(0, self.at.tensor, self.topology.options.tensor_parallel)
+
+    def _recurrence(self, prefix: str, r: Recurrence) -> Named:
+        """Each tensor-parallel rank has the same share of the key heads, and the value heads that belong to them."""
+        part, parts = self.at.tensor, self.topology.options.tensor_parallel
+        inputs = self._by_key_head(prefix, r) if r.by_key_head else self._by_projection(prefix, r)
+        yield "self_attention.in_proj.weight", stack(each.shard(0, part, parts) for each in inputs)
+        channels = Placement.whole(f"{prefix}conv1d.weight", r.channels, 1, r.window)
+        yield "self_attention.conv1d.weight", stack(each.shard(0, part, parts) for each in _sections(channels, r))
+        for name in ("dt_bias", "A_log"):
+            yield f"self_attention.{name}", Placement.whole(prefix + name, r.value_heads).shard(0, part, parts)
+        yield "self_attention.out_norm.weight", Placement.whole(f"{prefix}norm.weight", r.value_dim)
+        yield (
+            "self_attention.out_proj.weight",
+            self._columns(f"{prefix}out_proj.weight", self.shape.hidden, r.value_width),
+        )
+
+    def _by_projection(self, prefix: str, r: Recurrence) -> list[Placement]:
+        """Queries, keys, values, the gate of the output, rates and decays, each with its heads in order."""
+        hidden = self.shape.hidden
+        rows = {"qkv": r.channels, "z": r.value_width, "b": r.value_heads, "a": r.value_heads}
+        whole = {name: Placement.whole(f"{prefix}in_proj_{name}.weight", n, hidden) for name, n in rows.items()}
+        return [*_sections(whole.pop("qkv"), r), *whole.values()]
+
+    def _by_key_head(self, prefix: str, r: Recurrence) -> list[Placement]:
+        """The same, of tensors that have all of one key head after the other."""
+        of_values, of_heads = r.value_width // r.key_heads, r.value_heads // r.key_heads
+        wide = Placement.whole(f"{prefix}in_proj_qkvz.weight", r.channels + r.value_width, self.shape.hidden)
+        narrow = Placement.whole(f"{prefix}in_proj_ba.weight", 2 * r.value_heads, self.shape.hidden)
+        return [
+            stack(placed.shard(0, head, r.key_heads).narrow(0, start, rows) for head in range(r.key_heads))
+            for placed, sizes in ((wide, (r.key_dim, r.key_dim, of_values, of_values)), (narrow, (of_heads, of_heads)))
+            for start, rows in zip(accumulate(sizes, initial=0), sizes, strict=False)
+        ]
 
     def _latent(self, prefix: str, latent: LatentAttention) -> Named:
         s, attention = self.shape, f"{prefix}self_attn."
@@ -185,6 +227,8 @@ class _Chunk:
             yield "mlp.shared_experts.linear_fc1.weight", fc1
             fc2 = self._columns(prefix + names.shared_down, s.hidden, experts.shared_ffn)
             yield "mlp.shared_experts.linear_fc2.weight", fc2
+        if experts.shared_gate:
+            yield "mlp.shared_experts.gate_weight", Placement.whole(prefix + names.shared_output, 1, s.hidden)
         count = experts.count // self.topology.options.expert_parallel
         for index in range(count):
             expert = self.at.expert * count + index
@@ -211,3 +255,9 @@ class _Chunk:
 
     def _columns(self, name: str, rows: int, columns: int) -> Placement:
         return Placement.whole(name, rows, columns).shard(1, self.at.tensor, self.topology.options.tensor_parallel)
+
+
+def _sections(channels: Placement, r: Recurrence) -> list[Placement]:
+    """The rows of queries, of keys and of values."""
+    sizes = (r.key_width, r.key_width, r.value_width)
+    return [channels.narrow(0, start, n) for start, n in zip(accumulate(sizes, initial=0), sizes, strict=False)]

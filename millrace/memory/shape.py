@@ -15,10 +15,9 @@ from typing import Any
 from millrace.data.pictures import MODELS, PROCESSOR
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import ARCHITECTURES, read_shape
-from millrace.megatron.architectures.shape import ExpertShape, ModelShape, Recurrence, Rope
-from millrace.sequence_cost import recurrence_by_layer
+from millrace.megatron.architectures.reading import recurrence
+from millrace.megatron.architectures.shape import ExpertShape, ModelShape, Rope
 from millrace.towers import TowerShape
-from millrace.weights.plans.manifest import ITEM_BYTES
 
 FIELD = "model.path"
 GATED = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
@@ -66,7 +65,7 @@ def _sizes(config: Mapping[str, Any]) -> ModelShape:
         rope=Rope(10_000.0),
         tied=bool(config.get("tie_word_embeddings", False)),
         gated=config.get("model_type") in GATED,
-        recurrence=_recurrence(config),
+        recurrence=recurrence(config),
         experts=None
         if not experts
         else ExpertShape(
@@ -87,22 +86,6 @@ def _tower(config: Mapping[str, Any], folder: Path) -> TowerShape | None:
     with suppress(OSError, ValueError):  # a folder for text has none
         processor = json.loads((folder / PROCESSOR).read_bytes())
     return TowerShape.of_config(config["vision_config"], processor)
-
-
-def _recurrence(config: Mapping[str, Any]) -> Recurrence | None:
-    """The layers of GatedDeltaNet; None if the model has none."""
-    recurrent = recurrence_by_layer(config)
-    if all(recurrent) or not config.get("linear_num_value_heads"):
-        return None
-    return Recurrence(
-        recurrent,
-        int(config["linear_num_key_heads"]),
-        int(config["linear_num_value_heads"]),
-        int(config["linear_key_head_dim"]),
-        int(config["linear_value_head_dim"]),
-        int(config["linear_conv_kernel_dim"]),
-        ITEM_BYTES.get(str(config.get("mamba_ssm_dtype"))),
-    )
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:

@@ -6,7 +6,7 @@ Nothing here imports torch.
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,16 @@ NOT_OF_A_MODEL = (r"rotary_emb\.inv_freq$", r"^[^.]+$")
 """Patterns of what older folders store and every model computes from its config, and of a program's own entries in a
 checkpoint, such as its step."""
 TIED = "tie_word_embeddings"
+INNER = "language_model."
+"""Part of the names of a language model's tensors in the folder of a model that has towers beside it."""
+
+
+def stored_name(name: str, names: Container[str]) -> str:
+    """The name, among `names` of a folder's tensors, of the tensor that is trained and published as `name`: the
+    language model may lie inside another one. A name that the folder has in neither form stays as it is."""
+    prefix, dot, rest = name.partition(".")
+    inside = f"{prefix}{dot}{INNER}{rest}"
+    return inside if name not in names and inside in names else name
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ import pytest
 
 from services.rollout.engines.vllm.options import SHOWN_RECURRENT
 from tests.hybrid_models import KINDS as HYBRIDS
-from tests.services.trainer.backends.megatron.conftest import KINDS
+from tests.services.trainer.backends.megatron.conftest import EVERY, KINDS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -31,7 +31,7 @@ def test_the_page_is_what_is_made(made: ModuleType) -> None:
 
 def test_a_test_runs_each_family_where_the_table_says_so(made: ModuleType) -> None:
     """The tests of trainers and engines go over these lists."""
-    run_by = {"test_recurrent.py": HYBRIDS, "test_hybrid.py": HYBRIDS, "test_vllm.py": KINDS, "test_parity.py": KINDS}
+    run_by = {"test_recurrent.py": HYBRIDS, "test_hybrid.py": HYBRIDS, "test_vllm.py": KINDS, "test_parity.py": EVERY}
     run_by |= {"test_sweep.py": made.RIGHT, "test_images.py": made.MODELS}
     for family in made.FAMILIES:
         for where, path in family.tests.items():
@@ -42,4 +42,4 @@ def test_a_test_runs_each_family_where_the_table_says_so(made: ModuleType) -> No
 def test_recurrent_models_are_said_to_run_only_where_they_do(made: ModuleType) -> None:
     rows = [family for family in made.FAMILIES if made.RECURRENT.issuperset(family.types)]
     assert {kind for family in rows for kind in family.types} == set(SHOWN_RECURRENT) == set(HYBRIDS)
-    assert all(family.row().endswith("| yes | refused | yes | refused | refused |") for family in rows)
+    assert all(family.row().endswith("| yes | yes | yes | refused | refused |") for family in rows)

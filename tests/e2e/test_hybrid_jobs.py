@@ -1,5 +1,5 @@
-"""Jobs with models whose layers are GatedDeltaNet beside full attention: two ranks of FSDP2 train them, vLLM generates,
-a replica joins, and what is exported is the folder's model."""
+"""Jobs with models whose layers are GatedDeltaNet beside full attention: two ranks of FSDP2 or Megatron train them,
+vLLM generates, a replica joins, and what is exported is the folder's model."""
 
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,19 @@ def test_a_replica_joins_a_job_of_changes(start, another_replica, job, tmp_path)
     assert not any("visual" in name for name in moved)
     _, info = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+def test_megatron_publishes_what_vllm_generates_with(start, another_replica, job, tmp_path):
+    """Two ranks have half of each layer's heads."""
+    job["trainer"] |= {"backend": "megatron", "backend_options": {"tensor_parallel": 2}}
+    _, done = trained(start, another_replica, job, tmp_path / "model", "qwen3_5_moe")
+    exported = tmp_path / "exported"
+    told = CliRunner().invoke(app, ["export", done.checkpoint, str(exported)])
+    assert told.exit_code == 0, told.output
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", exported))
+    assert {name: t.shape for name, t in before.items()} == {name: t.shape for name, t in after.items()}
+    moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert any("linear_attn.conv1d" in name for name in moved) and not any("visual" in name for name in moved)
 
 
 def test_an_adapter_of_attention_and_mlp(start, another_replica, job, tmp_path):

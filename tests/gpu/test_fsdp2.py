@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from services.trainer.backends.fsdp2.attention import Segments, attend, attend_varlen, varlen_fits
+from services.trainer.backends.fsdp2.attention import attend, attend_varlen, varlen_fits
+from services.trainer.backends.recurrence import Segments
 
 pytestmark = [
     pytest.mark.gpu,

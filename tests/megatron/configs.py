@@ -131,3 +131,48 @@ MOONLIGHT: dict[str, Any] = {
     "topk_group": 1,
     "vocab_size": 163840,
 }
+QWEN3_NEXT: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
+_SPARSE = ("norm_topk_prob", "decoder_sparse_step", "moe_intermediate_size", "mlp_only_layers", "rope_theta")
+QWEN3_5: dict[str, Any] = {
+    "model_type": "qwen3_5",
+    "text_config": {
+        **{name: value for name, value in QWEN3_NEXT.items() if "expert" not in name and name not in _SPARSE},
+        "model_type": "qwen3_5_text",
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {},
+}
+"""The text of a model with a tower for images, dense."""

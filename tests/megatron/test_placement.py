@@ -36,14 +36,15 @@ def test_stacking_and_narrowing_do_as_with_arrays(rows_a, rows_b, width, data):
     np.testing.assert_array_equal(fill(placement, tensors), expected)
 
 
-@given(st.integers(1, 6), st.integers(1, 5), st.data())
-def test_any_run_of_a_flattened_parameter_is_boxes(rows, width, data):
-    tensors = {"a": np.arange(rows * width).reshape(rows, width) + 0.0}
-    placement = stack([whole("a", tensors), Placement.padding(1, width)])
+@given(st.integers(1, 6), st.lists(st.integers(1, 4), max_size=2), st.data())
+def test_any_run_of_a_flattened_parameter_is_boxes(rows, inner, data):
+    width = math.prod(inner)
+    tensors = {"a": np.arange(rows * width).reshape(rows, *inner) + 0.0}
+    placement = stack([whole("a", tensors), Placement.padding(1, *inner)])
     flat = np.concatenate([tensors["a"].ravel(), np.full(width, np.nan)])
     first = data.draw(st.integers(0, flat.size - 1))
     last = data.draw(st.integers(first + 1, flat.size))
-    run, found = flat[first:last], np.full((rows, width), np.nan)
+    run, found = flat[first:last], np.full((rows, *inner), np.nan)
     for share in shares(placement, first, last):
         strides = tuple(stride * run.itemsize for stride in share.strides)
         view = np.lib.stride_tricks.as_strided(run[share.start :], share.extent, strides)

@@ -59,6 +59,14 @@ def test_a_share_of_the_optimizer_on_the_host_and_the_rest_of_it_between_updates
         (configs.QWEN3_8B, {"virtual_pipeline": 2}, 1, "there is one pipeline stage"),
         (configs.QWEN3_8B, {"first_stage_layers": 2}, 1, "there is one pipeline stage"),
         (configs.QWEN3_8B, {"expert_parallel": 2}, 2, "qwen3 has no experts"),
+        (configs.QWEN3_NEXT, {"tensor_parallel": 4}, 4, "cannot divide the gates of the model's 2 key-value heads"),
+        (
+            {**configs.QWEN3_NEXT, "linear_num_key_heads": 7, "linear_num_value_heads": 14},
+            {"tensor_parallel": 2},
+            2,
+            "key heads of linear attention, 7, do not divide by it",
+        ),
+        (configs.QWEN3_NEXT, {"context_parallel": 2}, 2, "whose state runs through the whole sequence"),
         (configs.MIXTRAL, {"expert_parallel": 16}, 16, "the model has 8 experts a layer"),
         (configs.MIXTRAL, {"expert_parallel": 3}, 3, "the model's 8 experts do not divide by it"),
         (

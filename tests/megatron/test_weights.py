@@ -32,6 +32,11 @@ CONFIGS = {
     "own names": small(configs.MIXTRAL),
     "latent attention and shared experts": small(configs.DEEPSEEK_V3, n_routed_experts=8),
     "latent attention with whole queries": small(configs.MOONLIGHT, n_routed_experts=8),
+    "linear attention by key heads": small(configs.QWEN3_NEXT, num_experts=16, num_key_value_heads=4),
+    "linear attention by projections": {
+        **configs.QWEN3_5,
+        "text_config": small(configs.QWEN3_5["text_config"], num_key_value_heads=4),
+    },
 }
 
 
@@ -91,6 +96,41 @@ def test_query_key_and_value_lie_group_by_group(tmp_path):
     told = [(piece.tensor.name[-13:-12], piece.source[0] // 128, piece.target[0] // 128) for piece in fused.pieces[:4]]
     # The second of two ranks has groups 4 to 7: four query heads, one key head, one value head each.
     assert told == [("q", 16, 0), ("k", 4, 4), ("v", 4, 5), ("q", 20, 6)]
+
+
+def test_gates_lie_after_the_query_heads_of_their_group(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(small(configs.QWEN3_NEXT, num_experts=16)))
+    shape, topology = read_shape(tmp_path), Topology(2, MegatronOptions(tensor_parallel=2))
+    fused = layout(shape, topology, 1, LOCAL)[0]["decoder.layers.3.self_attention.linear_qkv.weight"]
+    told = [(piece.tensor.name[-13:-12], piece.source[0] // 256, piece.target[0] // 256) for piece in fused.pieces]
+    # The folder has each gate after its query head. The second rank has the second group: heads 8 to 15.
+    queries, gates = ([("q", 16 + 2 * n + half, 8 * half + n) for n in range(8)] for half in (0, 1))
+    assert told == [*queries, *gates, ("k", 1, 16), ("v", 1, 17)]
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIGS["linear attention by key heads"], CONFIGS["linear attention by projections"]]
+)
+def test_a_rank_has_the_value_heads_of_its_key_heads(config, tmp_path):
+    """Of each stored tensor, and of the convolution, whose sections are queries, keys and values."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape, topology = read_shape(tmp_path), Topology(2, MegatronOptions(tensor_parallel=2))
+    held = layout(shape, topology, 1, LOCAL)[0]
+    convolved = held["decoder.layers.0.self_attention.conv1d.weight"]
+    assert [(piece.source[0], piece.extent[0]) for piece in convolved.pieces] == [
+        (1024, 1024),
+        (3072, 1024),
+        (6144, 2048),
+    ]
+    found = defaultdict(list)
+    for piece in held["decoder.layers.0.self_attention.in_proj.weight"].pieces:
+        found[piece.tensor.name.rpartition("in_proj_")[2]] += range(piece.source[0], piece.source[0] + piece.extent[0])
+    if shape.recurrence.by_key_head:  # of 16 key heads the last 8, with all that belongs to them
+        rows = {"qkvz.weight": range(12288 // 2, 12288), "ba.weight": range(32, 64)}
+    else:
+        qkv = [*range(1024, 2048), *range(3072, 4096), *range(6144, 8192)]
+        rows = {"qkv.weight": qkv, "z.weight": range(2048, 4096), "b.weight": range(16, 32), "a.weight": range(16, 32)}
+    assert {name: sorted(each) for name, each in found.items()} == {name: [*each] for name, each in rows.items()}
 
 
 def test_the_layout_of_a_rank_of_deepseek_v3_takes_milliseconds(tmp_path):

@@ -15,6 +15,11 @@ ARCHITECTURES = {
     "qwen2_5_vl": "qwen2_5_vl",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe",
+    "qwen3_next": "qwen3_next",
+    "qwen3_5_text": "qwen3_next",
+    "qwen3_5_moe_text": "qwen3_next",
+    "qwen3_5": "qwen3_next",
+    "qwen3_5_moe": "qwen3_next",
     "mixtral": "mixtral",
     "deepseek_v3": "deepseek_v3",
 }

@@ -1,10 +1,13 @@
 """Functions for the configs of all architectures: sizes, positions, and refusing values that are not supported."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from millrace.errors import InvalidJob
-from millrace.megatron.architectures.shape import Rope
+from millrace.megatron.architectures.shape import Recurrence, Rope
+from millrace.sequence_cost import recurrence_by_layer
+from millrace.weights.plans.manifest import ITEM_BYTES
 
 THETA = 10000.0
 """Base of the rotary positions that transformers takes for a config without one, for most architectures."""
@@ -63,6 +66,33 @@ def rope(config: Mapping[str, Any], kinds: tuple[str, ...] = ("default",), theta
         beta_slow=stated.get("beta_slow") or 1.0,
         mscale=stated.get("mscale") or 1.0,
         mscale_all_dim=stated.get("mscale_all_dim") or 0.0,
+    )
+
+
+def partial_rope(config: Mapping[str, Any]) -> Rope:
+    """The positions of a model of which only a part of each head has some. Raises KeyError if the part is not
+    stated, and InvalidJob as `rope` does."""
+    stated = config.get("rope_parameters") or {}
+    part = stated["partial_rotary_factor"] if "partial_rotary_factor" in stated else config["partial_rotary_factor"]
+    plain = {**stated, "partial_rotary_factor": 1.0}
+    whole = rope({**config, "partial_rotary_factor": 1.0, "rope_parameters": plain})
+    return replace(whole, fraction=float(part))
+
+
+def recurrence(config: Mapping[str, Any], *, by_key_head: bool = False) -> Recurrence | None:
+    """The layers of GatedDeltaNet; None if the model has none."""
+    recurrent = recurrence_by_layer(config)
+    if all(recurrent) or not config.get("linear_num_value_heads"):
+        return None
+    return Recurrence(
+        recurrent,
+        int(config["linear_num_key_heads"]),
+        int(config["linear_num_value_heads"]),
+        int(config["linear_key_head_dim"]),
+        int(config["linear_value_head_dim"]),
+        int(config["linear_conv_kernel_dim"]),
+        ITEM_BYTES.get(str(config.get("mamba_ssm_dtype"))),
+        by_key_head,
     )
 
 

@@ -33,6 +33,8 @@ class Names:
     shared_gate: str = "mlp.shared_experts.gate_proj.weight"
     shared_up: str = "mlp.shared_experts.up_proj.weight"
     shared_down: str = "mlp.shared_experts.down_proj.weight"
+    shared_output: str = "mlp.shared_expert_gate.weight"
+    """The gate of the output of shared experts, one row."""
     module: str = "model."
     """What stands in the transformers module in place of the `model.` with which names of layers begin."""
 
@@ -50,7 +52,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding. All fields but `theta` and `kind` are for yarn only."""
+    """Rotary position embedding. All fields but `theta`, `kind` and `fraction` are for yarn only."""
 
     theta: float
     kind: Literal["default", "yarn"] = "default"
@@ -60,6 +62,8 @@ class Rope:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    fraction: float = 1.0
+    """Part of the dimensions of a head that get positions: the first ones."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,13 @@ class Recurrence:
     """Tokens that the convolution sees."""
     state_bytes: int | None = None
     """Bytes of an element of the state in engines; None: those of the job's dtype."""
+    by_key_head: bool = False
+    """Whether the folder has one tensor of all projections of a key head after the other (Qwen3-Next), or one tensor
+    for each projection (Qwen3.5)."""
+
+    @property
+    def key_width(self) -> int:
+        return self.key_heads * self.key_dim
 
     @property
     def value_width(self) -> int:
@@ -99,7 +110,7 @@ class Recurrence:
     @property
     def channels(self) -> int:
         """Channels of the convolution: queries, keys and values."""
-        return 2 * self.key_heads * self.key_dim + self.value_width
+        return 2 * self.key_width + self.value_width
 
     @property
     def state(self) -> int:
@@ -120,6 +131,8 @@ class ExpertShape:
     """For each layer whether it has experts."""
     shared_ffn: int | None = None
     """Hidden size of all shared experts together."""
+    shared_gate: bool = False
+    """Whether the output of the shared experts is multiplied with a gate, one number a token."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalised: bool = True
     """Whether the weights of the chosen experts are normalised to sum to 1."""
@@ -155,7 +168,9 @@ class ModelShape:
     """Whether the query, key and value projections have biases."""
     query_key_norm: bool = False
     gated: bool = False
-    """Whether a gate of attention's output, as wide as the queries, is projected with them."""
+    """Whether a gate of attention's output, as wide as the queries, is projected with them, head by head."""
+    centred_norms: bool = False
+    """Whether norms multiply with 1 + their weight, except the one inside a recurrence."""
     latent: LatentAttention | None = None
     recurrence: Recurrence | None = None
     experts: ExpertShape | None = None

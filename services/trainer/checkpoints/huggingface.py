@@ -19,7 +19,7 @@ from millrace.checkpoints.source import DESCRIPTION
 from millrace.data.quantization import unquantized
 from millrace.errors import InvalidState
 from millrace.hub import HubName
-from millrace.weights.folder_tensors import predicts_ahead
+from millrace.weights.folder_tensors import predicts_ahead, stored_name
 from millrace.weights.plans.manifest import TensorInfo
 from services.trainer.checkpoints.model_files import WEIGHT, ModelFiles, readable
 from services.trainer.protocol.adapter import Adapter
@@ -49,9 +49,9 @@ def write_folder(
     shards = SafetensorsWriter(folder, SHARD_BYTES)
     failure: OSError | SafetensorError | None = None
     given: set[str] = set()
-    stored_name = names_in(model, weights)
+    name_in_folder = names_in(model, weights)
     for info, tensor in export(dtype):
-        name = stored_name(info.name)
+        name = name_in_folder(info.name)
         given.add(name)
         if tensor is not None and failure is None:
             try:
@@ -126,10 +126,6 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     path.chmod(mode)
 
 
-INNER = "language_model."
-"""Part of the names of a language model's tensors in the folder of a model that has towers beside it."""
-
-
 def names_in(model: Path, weights: Path | None = None) -> Callable[[str], str]:
     """A function from the name of a trained tensor to its name in the folder `model`, where the language model may
     lie inside another one. A name that the folder has in neither form stays as it is."""
@@ -138,12 +134,7 @@ def names_in(model: Path, weights: Path | None = None) -> Callable[[str], str]:
         with ModelFiles(model, weights) as files:
             names = frozenset(files)
 
-    def stored_name(name: str) -> str:
-        prefix, dot, rest = name.partition(".")
-        inside = f"{prefix}{dot}{INNER}{rest}"
-        return inside if name not in names and inside in names else name
-
-    return stored_name
+    return lambda name: stored_name(name, names)
 
 
 def untrained(model: Path, given: Collection[str], weights: Path | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -9,8 +9,7 @@ micro-batch instead of the squares of its sequences.
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from services.trainer.backends.fsdp2.sequence_parallel import HeadExchange, RankTokens
+from services.trainer.backends.recurrence import Segments
 from services.trainer.protocol.microbatch import MicroBatch
 
 Attention = Callable[..., tuple[Tensor, None]]
@@ -36,39 +36,6 @@ SEGMENTS, VARLEN = "millrace_segments", "millrace_varlen"
 """Names of the two implementations in transformers."""
 LARGEST_HEAD = 256
 """Largest head dimension that the varlen kernel supports."""
-WIDEST = 1.25
-"""Largest ratio of the longest to the shortest segment in a bucket."""
-FEWEST_TOKENS = 64
-"""Segments shorter than this share a bucket: for them the number of calls costs more than padding."""
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Places of the segments of a packed row in padded buckets."""
-
-    buckets: tuple[Tensor, ...]
-    """For each bucket the packed position of every padded place, int64 [segments, longest]; places after the end of a
-    segment repeat its first position."""
-    place_p: Tensor
-    """The place of each packed position in the buckets, one bucket after the other, int64 [P]."""
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> "Segments":
-        """Buckets for a packed row of sequences with these lengths."""
-        starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        place_p = torch.empty(starts[-1], dtype=torch.int64)
-        buckets, base = [], 0
-        for members in _similar_lengths(lengths):
-            longest = lengths[members[-1]]
-            offsets = torch.arange(longest)
-            starts_b = torch.tensor([starts[member] for member in members])
-            lengths_b = torch.tensor([lengths[member] for member in members])
-            inside = offsets[None, :] < lengths_b[:, None]
-            index = starts_b[:, None] + torch.where(inside, offsets[None, :], 0)
-            place_p[index[inside]] = base + inside.view(-1).nonzero().squeeze(1)
-            buckets.append(index.to(device))
-            base += index.numel()
-        return cls(tuple(buckets), place_p.to(device))
 
 
 def model_inputs(
@@ -93,17 +60,6 @@ def _packing(attention: str, batch: MicroBatch, device: torch.device) -> dict[st
         starts, longest = batch.starts.to(device), max(batch.lengths)
         return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
     return {}
-
-
-def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Groups of segments of similar length, as indices, ordered by length."""
-    groups: list[list[int]] = []
-    for member in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if groups and lengths[member] <= max(FEWEST_TOKENS, WIDEST * lengths[groups[-1][0]]):
-            groups[-1].append(member)
-        else:
-            groups.append([member])
-    return groups
 
 
 def varlen_fits(config: Any, compute: torch.dtype, device: torch.device) -> bool:

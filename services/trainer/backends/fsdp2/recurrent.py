@@ -1,28 +1,19 @@
-"""Layers of GatedDeltaNet (arXiv 2412.06464) over packed sequences: Qwen3-Next, Qwen3.5 and 3.6.
-
-transformers runs their convolution and their recurrence over a whole row. Neither may cross the border of a sequence.
-Here each layer gets padded buckets of whole sequences instead (`Segments`): both are causal, so padding after the end
-of a sequence changes nothing in it. That needs no kernel which knows of borders.
-"""
+"""Layers of GatedDeltaNet in modules of transformers, which compute each packed sequence apart (`recurrence`)."""
 
 import functools
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from millrace.errors import refused
 from millrace.fsdp2.architectures import GATED_DELTA
 from millrace.lora import RECURRENT
-from services.trainer.backends.fsdp2.attention import Segments
+from services.trainer.backends import recurrence
+from services.trainer.backends.recurrence import Segments
 
-KERNELS = "fla"
-"""The module of flash-linear-attention. Without it transformers computes in plain torch, ten times slower or more."""
 OF_TRANSFORMERS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
 """Functions of a modeling file that take a kernel of another package if that is installed."""
 
@@ -46,19 +37,13 @@ def install(module: nn.Module) -> bool:
 
 def _apart(whole: Callable[..., Tensor], hidden_states: Tensor, *, segments: Segments, **unused: Any) -> Tensor:
     """[1, P, H] → [1, P, H]. `whole` is the layer's own forward pass for rows of one sequence each."""
-    row_ph, width = hidden_states[0], hidden_states.shape[-1]
-    outputs = [
-        whole(row_ph.index_select(0, index.flatten()).view(*index.shape, width)).flatten(0, 1)
-        for index in segments.buckets
-    ]
-    return torch.cat(outputs).index_select(0, segments.place_p)[None]
+    return segments.computed(whole, hidden_states[0])[None]
 
 
 def check_kernels(module: nn.Module, device_type: str, path: str, field: str) -> None:
     """Raises InvalidJob if a GPU would compute these layers without a kernel."""
-    if device_type == "cuda" and layers(module) and importlib.util.find_spec(KERNELS) is None:
-        reason = "its GatedDeltaNet layers need flash-linear-attention, which is not installed here"
-        raise refused(field, path, reason, "install flash-linear-attention on every trainer host.")
+    if layers(module):
+        recurrence.check_kernels(device_type, path, field)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from services.trainer.backends.megatron.backend import MegatronBackend, ModelSet
 from services.trainer.backends.megatron.cpu.megatron_calls import patch_megatron
 from services.trainer.backends.megatron.critic import build_critic
 from services.trainer.backends.megatron.model.layers import layers
+from services.trainer.backends.recurrence import check_kernels
 from services.trainer.ranks import collectives
 
 
@@ -69,6 +70,8 @@ def build(spec: JobSpec, device: torch.device) -> MegatronBackend:
         options = _options(spec)
         shape = read_shape(Path(spec.model.path))
         check(options, shape, dist.get_world_size(), cuda=device.type == "cuda")
+        if shape.recurrence is not None:
+            check_kernels(device.type, spec.model.path, "model.path")
         adapter = None
         if spec.model.lora is not None:
             from services.trainer.backends.megatron.adapters.plan import AdapterPlan  # importing PEFT takes seconds

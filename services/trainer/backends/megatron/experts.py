@@ -8,7 +8,7 @@ activations routes the same in both passes.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from millrace.megatron.architectures.shape import ExpertShape
+from services.trainer.backends.recurrence import Segments
 from services.trainer.protocol.microbatch import MicroBatch
 
 
@@ -29,6 +30,11 @@ class PackedTokens(PackedSeqParams):  # type: ignore[misc]  # megatron has no ty
 
     experts_ltk: Tensor | None = None
     """int [MoE layers of the model, tokens, experts per token]; negative where the engine reported nothing."""
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The sequences in padded buckets, for layers that compute each apart."""
+        return Segments.of(self.cu_seqlens_q.diff().tolist(), self.cu_seqlens_q.device)
 
 
 class ReplayedChoice:

@@ -20,6 +20,7 @@ from millrace.megatron.architectures.shape import ModelShape, Names
 from millrace.megatron.placement import Placement, shares
 from millrace.megatron.topology import Topology
 from millrace.megatron.weights import Layers, Layout, layout, tensors, unread
+from millrace.weights.folder_tensors import stored_name
 from millrace.weights.plans.layout import Layout as BoxLayout
 from millrace.weights.plans.layout import Place, row_major_strides
 from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
@@ -139,12 +140,13 @@ def read(
     Raises InvalidJob if a tensor is missing or has another shape than the config promises.
     """
     with ModelFiles(folder, weights) as files:
+        stored_names = frozenset(files)
         for name, placement in layout.items():
             parameter = torch.zeros(placement.shape, dtype=dtype)
             for piece in placement.pieces:
                 if piece.tensor.name == VALUE_HEAD and not files.has(VALUE_HEAD):
                     continue
-                stored = files.slice_of(piece.tensor.name, piece.tensor.shape)
+                stored = files.slice_of(stored_name(piece.tensor.name, stored_names), piece.tensor.shape)
                 box = tuple(slice(o, o + n) for o, n in zip(piece.source, piece.extent, strict=True))
                 target = tuple(slice(o, o + n) for o, n in zip(piece.target, piece.extent, strict=True))
                 parameter[target] = stored[box].to(dtype)

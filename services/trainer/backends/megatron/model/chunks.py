@@ -101,6 +101,7 @@ class Policy(GPTModel):  # type: ignore[misc]  # megatron has no types
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="rope",
             rotary_base=shape.rope.theta,
+            rotary_percent=shape.rope.fraction,
             vp_stage=chunk if several else None,
         )
         self.chunk_tokens = options.logprob_chunk_tokens

@@ -50,6 +50,8 @@ def _sizes(shape: ModelShape) -> dict[str, Any]:
         "kv_channels": shape.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_epsilon,
+        "layernorm_zero_centered_gamma": shape.centred_norms,
+        "attention_output_gate": shape.gated,
         "qk_layernorm": shape.query_key_norm or shape.latent is not None,
         "add_bias_linear": False,
         "add_qkv_bias": shape.attention_bias,
@@ -104,6 +106,7 @@ def _experts(experts: ExpertShape, options: MegatronOptions, dispatcher: str, cu
         "moe_ffn_hidden_size": experts.ffn,
         "moe_layer_freq": [int(has) for has in experts.layers],
         "moe_shared_expert_intermediate_size": experts.shared_ffn,
+        "moe_shared_expert_gate": experts.shared_gate,
         "moe_router_topk": experts.per_token,
         "moe_router_score_function": experts.score,
         # Softmax over the chosen experts equals softmax over all experts, restricted to the chosen and normalised.

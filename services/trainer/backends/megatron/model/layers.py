@@ -4,6 +4,7 @@ With CUDA they are those of Transformer Engine. Without it they are Megatron's l
 attention below, which, unlike Megatron's, support tokens that are split over ranks and packed sequences.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.weights import LOCAL, TRANSFORMER_ENGINE, Layers
+from services.trainer.backends.megatron.model.recurrence import gated_delta
 
 NORM_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -46,9 +48,23 @@ def block(config: TransformerConfig, shape: ModelShape, mine: range, chunk: int 
         for spec in built.layer_specs:
             if spec.submodules.self_attention.module is MLASelfAttention:
                 spec.submodules.self_attention.module = LatentAttention
+        built.layer_specs = [_mixer(shape, layer, spec) for layer, spec in zip(mine, built.layer_specs, strict=True)]
         return built
-    specs = [_layer(shape, experts=shape.has_experts(layer)) for layer in mine]
+    specs = [_mixer(shape, layer, _layer(shape, experts=shape.has_experts(layer))) for layer in mine]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+
+
+def _mixer(shape: ModelShape, layer: int, spec: ModuleSpec) -> ModuleSpec:
+    """The layer's specification with a recurrence in the place of attention, if the model has one there."""
+    if shape.recurrence is None or not shape.has_recurrence(layer):
+        return spec
+    linears: tuple[Any, Any] = (ColumnParallelLinear, RowParallelLinear)
+    if layers() is TRANSFORMER_ENGINE:
+        from megatron.core.extensions import transformer_engine as te
+
+        linears = (te.TELayerNormColumnParallelLinear, te.TERowParallelLinear)
+    mixer = gated_delta(shape.recurrence, *linears)
+    return replace(spec, submodules=replace(spec.submodules, self_attention=mixer))
 
 
 def _layer(shape: ModelShape, *, experts: bool) -> ModuleSpec:
@@ -123,7 +139,15 @@ class Norm(torch.nn.RMSNorm):
 
     def __init__(self, *, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.centred = config.layernorm_zero_centered_gamma
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The hidden states with the mean of their squares 1, times the weight, or 1 + the weight, in float32."""
+        if not self.centred:
+            return super().forward(hidden)
+        normed = F.rms_norm(hidden.float(), self.normalized_shape, eps=self.eps)
+        return (normed * (1 + self.weight.float())).to(hidden.dtype)
 
 
 class WholeLinear(torch.nn.Module):

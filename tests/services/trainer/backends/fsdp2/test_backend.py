@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from millrace.errors import InvalidJob
 from millrace.weights.transfer.checksum import checksum
 from services.trainer.backends import build
-from services.trainer.backends.fsdp2.attention import Segments, attend
+from services.trainer.backends.fsdp2.attention import attend
+from services.trainer.backends.recurrence import Segments
 from services.trainer.protocol.microbatch import MicroBatch, Sample
 from tests.services.trainer.groups import job_spec
 

@@ -11,9 +11,10 @@ from millrace.errors import InvalidJob
 from millrace.spec.model import Model
 from services.trainer.backends import build
 from services.trainer.backends.fsdp2 import model_check
-from services.trainer.backends.fsdp2.attention import SEGMENTS, Segments
+from services.trainer.backends.fsdp2.attention import SEGMENTS
 from services.trainer.backends.fsdp2.computable import check_computable
 from services.trainer.backends.fsdp2.model import load_config
+from services.trainer.backends.recurrence import Segments
 from tests.services.trainer.groups import job_spec
 
 SIZES = {

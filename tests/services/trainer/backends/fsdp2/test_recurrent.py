@@ -19,7 +19,7 @@ from millrace.memory.ledger import Part, Phase
 from millrace.memory.prediction import predict
 from millrace.memory.shape import decoder_shape
 from millrace.spec.lora import Lora
-from services.trainer.backends import build
+from services.trainer.backends import build, recurrence
 from services.trainer.backends.fsdp2 import model_check, recurrent
 from services.trainer.backends.fsdp2.flops import active_parameters, sequence_cost
 from services.trainer.backends.fsdp2.layer_choice import choose_layers
@@ -139,7 +139,7 @@ def test_ranks_cannot_share_a_sequence(hybrids: Callable[[str], Path]) -> None:
 
 def test_a_gpu_without_the_kernels_is_refused(hybrids: Callable[[str], Path], monkeypatch: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(hybrids("qwen3_5_text"))
-    monkeypatch.setattr(recurrent, "KERNELS", "no_such_kernels")
+    monkeypatch.setattr(recurrence, "KERNELS", "no_such_kernels")
     recurrent.check_kernels(model, "cpu", "/m", "model.path")
     with pytest.raises(InvalidJob, match=r'model\.path: "/m": its GatedDeltaNet layers need flash-linear-attention'):
         recurrent.check_kernels(model, "cuda", "/m", "model.path")

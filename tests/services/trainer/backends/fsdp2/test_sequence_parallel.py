@@ -23,8 +23,9 @@ from transformers import (
 from millrace.errors import InvalidJob
 from services.trainer.backends import build
 from services.trainer.backends.fsdp2 import activation_offload as activations
-from services.trainer.backends.fsdp2.attention import Segments, attend, exchanged
+from services.trainer.backends.fsdp2.attention import attend, exchanged
 from services.trainer.backends.fsdp2.sequence_parallel import HeadExchange, divide_ranks
+from services.trainer.backends.recurrence import Segments
 from services.trainer.protocol.backend import models
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks.event_loop import ControlThread

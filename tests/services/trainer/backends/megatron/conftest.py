@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fp8 import save_quantized
+from tests.hybrid_models import KINDS as RECURRENT
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.launch import launch, once
 from tests.services.trainer.backends.megatron.plain import Run, train
@@ -15,15 +16,17 @@ from tests.services.trainer.coordinator import coordinator
 from tests.services.trainer.process import TwoRanks, trainer
 
 KINDS = ("qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "moonlight", "qwen2_5_vl")
+EVERY = (*KINDS, *RECURRENT)
+"""With the models of GatedDeltaNet layers."""
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Kind → model folder."""
     root = tmp_path_factory.mktemp("models")
-    for kind in KINDS:
+    for kind in EVERY:
         tiny.save(kind, root / kind)
-    return {kind: root / kind for kind in KINDS}
+    return {kind: root / kind for kind in EVERY}
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +53,7 @@ def cases_of(models: dict[str, Path], asked: dict[str, tuple[str, dict[str, Any]
 
 
 ONE: dict[str, tuple[str, dict[str, Any]]] = {
-    **{kind: (kind, {}) for kind in KINDS},
+    **{kind: (kind, {}) for kind in EVERY},
     "recompute full": ("qwen3_moe", {"recompute": {"granularity": "full"}}),
     "recompute selective": ("qwen3_moe", {"recompute": {"granularity": "selective", "modules": ["core_attn", "moe"]}}),
     "logits in small chunks": ("qwen3", {"logprob_chunk_tokens": 16}),
@@ -89,6 +92,9 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "told, TP2 EP2": ("qwen3_moe", {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}),
     "MLA TP2": ("deepseek_v3", {"tensor_parallel": 2}),
     "MLA EP2": ("deepseek_v3", {"expert_parallel": 2}),
+    "GDN TP2": ("qwen3_next", {"tensor_parallel": 2}),
+    "GDN EP2": ("qwen3_5_moe", {"expert_parallel": 2}),
+    "GDN PP2": ("qwen3_5_text", {"pipeline_parallel": 2, "first_stage_layers": 1}),
     "MLA PP2": ("moonlight", {"pipeline_parallel": 2, "last_stage_layers": 1}),
 }
 FOUR: dict[str, tuple[str, dict[str, Any]]] = {
@@ -100,6 +106,7 @@ FOUR: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 2, "distributed_optimizer": False},
     ),
+    "GDN TP2 PP2": ("qwen3_next", {"tensor_parallel": 2, "pipeline_parallel": 2, "recompute": {"granularity": "full"}}),
     "MLA TP2 PP2 VPP2 EP2": (
         "deepseek_v3",
         {
@@ -113,7 +120,12 @@ FOUR: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-SAVED = {"MoE TP2 PP2": "qwen3_moe", "TP2 PP2 tied": "qwen2", "MLA TP2 PP2 VPP2 EP2": "deepseek_v3"}
+SAVED = {
+    "MoE TP2 PP2": "qwen3_moe",
+    "GDN TP2 PP2": "qwen3_next",
+    "TP2 PP2 tied": "qwen2",
+    "MLA TP2 PP2 VPP2 EP2": "deepseek_v3",
+}
 """Cases of four ranks that save a checkpoint after their first update."""
 RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
     "MoE EP2": ("MoE TP2 PP2", {"expert_parallel": 2}),
@@ -121,6 +133,7 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
     "TP2 tied": ("TP2 PP2 tied", {"tensor_parallel": 2}),
     "PP2 tied": ("TP2 PP2 tied", {"pipeline_parallel": 2}),
     "MLA DP2": ("MLA TP2 PP2 VPP2 EP2", {}),
+    "GDN EP2": ("GDN TP2 PP2", {"expert_parallel": 2}),
 }
 """Cases of two ranks that go on from one of those: the saved case, and options."""
 MATRIX: dict[int, set[str]] = {

@@ -17,11 +17,14 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.errors import InvalidJob
+from millrace.memory.ledger import Part
 from millrace.spec import JobSpec, parse
+from millrace.weights.folder_tensors import INNER, SINGLE
 from millrace.weights.plans.manifest import Content
 from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
 from services.trainer.memory.exhausted import free_unreachable
+from services.trainer.memory.meter import measured
 from services.trainer.protocol.backend import Backend
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks.world import World
@@ -55,6 +58,29 @@ def job_spec(case: Case) -> JobSpec:
 def train(world: World, folder: Path, cases: dict[str, Case]) -> dict[str, Any]:
     """Each case: `steps` updates (2) on the batch, the log-probabilities before, and the weights after, in a file."""
     return {name: _trained(world, folder / f"{name}.safetensors", case) for name, case in cases.items()}
+
+
+def passes(world: World, folder: Path, cases: dict[str, Case]) -> dict[str, Any]:
+    """Each case: the log-probabilities of this rank's part of one packed batch, with short sequences beside long ones.
+    The gradients of its loss go to a file, under the names of the model's tensors. And the bytes of the weights."""
+    return {name: _passed(world, folder / f"{name}.safetensors", case) for name, case in cases.items()}
+
+
+def _passed(world: World, file: Path, case: Case) -> dict[str, Any]:
+    from tests.services.trainer.backends.fsdp2.test_recurrent import LENGTHS, loss, samples
+
+    backend: Any = build(job_spec(case), world.device)
+    drawn, parallel = samples(LENGTHS), backend.data_parallel
+    batches = [MicroBatch.pack(drawn, range(parallel.rank, len(drawn), parallel.size))]
+    (logprobs,) = backend.forward_backward(batches, loss, temperature=1.0)
+    gradients = [
+        {name: parameter.main_grad for name, parameter in chunk.named_parameters()} for chunk in backend._chunks
+    ]
+    whole = {info.name: tensor for info, tensor in backend._gather_plan.export(gradients, "float32", world.device)}
+    if world.rank == 0:
+        save_file(whole, file)
+    backend.abandon_pass()
+    return {"logprobs": logprobs.tolist(), "weights": measured(backend).device[Part.WEIGHTS]}
 
 
 def refused(world: World, folder: Path, cases: dict[str, Case]) -> dict[str, str]:
@@ -258,9 +284,8 @@ def _changed(backend: Backend, model: Path, dtype: str) -> list[str]:
     whole = {info.name: tensor.cpu() for info, tensor in backend.export(dtype) if tensor is not None}
     if dist.get_rank() != 0:
         return []
-    stored = {
-        name: t.to(whole[name].dtype) for name, t in load_file(model / "model.safetensors").items() if name in whole
-    }
+    in_folder = {name.replace(f"model.{INNER}", "model."): t for name, t in load_file(model / SINGLE).items()}
+    stored = {name: t.to(whole[name].dtype) for name, t in in_folder.items() if name in whole}
     missing = set(whole) - set(stored)
     return sorted(missing | {name for name, t in stored.items() if not torch.equal(t, whole[name])})
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from millrace.weights.folder_tensors import INNER
 from tests.services.trainer.backends.megatron.batch import (
     CLIP_NORM,
     OPTIMIZER,
@@ -110,8 +111,8 @@ class Routed:
 
 
 def stored(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights as save_pretrained would write them."""
+    """The weights as save_pretrained would write them, but for the place of a language model in a larger one."""
     named: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         named |= revert_weight_conversion(model, {name: tensor.detach()})
-    return named
+    return {name.replace(f"model.{INNER}", "model."): tensor for name, tensor in named.items()}

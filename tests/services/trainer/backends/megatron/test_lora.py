@@ -27,6 +27,7 @@ LORA: dict[str, dict[str, Any]] = {
         **{"target_modules": ["linear_qkv", "o_proj"], "exclude_modules": ["k_proj"]},
     },
     "deepseek_v3": {"rank": 4, "alpha": 8, "target_modules": LATENT},
+    "qwen3_5": {"rank": 4, "alpha": 8},
     "experts": {"rank": 2, "alpha": 4, "target_modules": ["v_proj", "experts"], "merge": True},
 }
 """Kind of model → the adapter that it is trained with. Without k_proj some rows of linear_qkv have none."""
@@ -40,6 +41,7 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "alone": ("qwen3", {}),
         "MoE": ("qwen3_moe", SELECTIVE),
         "MLA": ("deepseek_v3", {}),
+        "GDN": ("qwen3_5", {}),
         "experts": ("experts", {}),
     },
     "1, the rest": {"recomputed": ("qwen3", {**FULL, "offload_parameters": True})},
@@ -51,6 +53,7 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "2, the rest": {
         "MoE EP2": ("qwen3_moe", {"expert_parallel": 2, "distributed_optimizer": False}),
         "MLA TP2": ("deepseek_v3", {"tensor_parallel": 2}),
+        "GDN TP2": ("qwen3_5", {"tensor_parallel": 2}),
         "DP2": ("qwen3", {}),
         "TP2 without sequence parallelism": ("qwen3", {"tensor_parallel": 2, "sequence_parallel": False}),
         "experts TP2": ("experts", {"tensor_parallel": 2}),
@@ -213,7 +216,9 @@ def test_what_is_refused(trained: Trained, models: dict[str, Path], tmp_path: Pa
         "model.lora.rank": ("qwen3", {"adapter_path": stored, "rank": 16}),
     }
     cases = {field: {"model": str(models[kind]), "lora": lora} for field, (kind, lora) in asked.items()}
-    told = launch(1, tmp_path, refused={"cases": cases})["refused"]
+    recurrent = {"model": str(models["qwen3_5"]), "lora": {"target_modules": ["q_proj", "in_proj_qkv"]}}
+    told = launch(1, tmp_path, refused={"cases": {**cases, "recurrent": recurrent}})["refused"]
+    assert "in_proj_qkv is in a GatedDeltaNet, which has no adapter" in told.pop("recurrent")
     assert told.keys() == asked.keys()
     assert all(what.startswith(f"{field}:") for field, what in told.items()), told
 

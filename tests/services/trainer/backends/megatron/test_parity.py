@@ -12,10 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.services.trainer.backends.megatron.conftest import BALANCE, FOUR, KINDS, MATRIX, ONE, OTHERWISE, TWO
+from tests.services.trainer.backends.megatron.conftest import BALANCE, EVERY, FOUR, MATRIX, ONE, OTHERWISE, TWO
 from tests.services.trainer.backends.megatron.plain import Run
 
 FSDP2 = {f"fsdp2 {kind}": (kind, {}) for kind in ("qwen3", "qwen3_moe")}
+DENSE = ("qwen2", "qwen3", "qwen2_5_vl", "qwen3_5_text", "qwen3_5")
+"""Models without experts."""
 CASES = {1: {**ONE, **FSDP2, "balanced": OTHERWISE["balanced"]}, 2: TWO, 4: FOUR}
 ALL = [(count, name) for count, cases in CASES.items() for name in cases]
 ON_RANKS = pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_fp8_weights_train_as_the_weights_that_they_stand_for(ranks: Ranks) -> N
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("qwen2", "qwen3", "qwen2_5_vl")])
+@pytest.mark.parametrize("kind", [kind for kind in EVERY if kind not in DENSE])
 def test_reports_how_the_tokens_spread_over_the_experts(kind: str, ranks: Ranks) -> None:
     memory = ranks(1)[0]["train"][kind]["memory"]
     assert 1.0 < memory["moe/load_max"] <= 8.0

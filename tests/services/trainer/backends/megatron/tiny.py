@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from tests import hybrid_models
+
 COMMON: dict[str, Any] = {
     "vocab_size": 259,
     "hidden_size": 64,
@@ -72,6 +74,8 @@ def random_model(kind: str, *, served: bool = False, **sizes: int) -> PreTrained
 
 def _untrained(kind: str, grouped: dict[str, Any], latent: dict[str, Any]) -> PreTrainedModel:
     match kind:
+        case _ if kind in hybrid_models.KINDS:
+            return hybrid_models.built(kind)  # type: ignore[no-any-return]
         case "qwen2":
             from transformers import Qwen2Config, Qwen2ForCausalLM
 
