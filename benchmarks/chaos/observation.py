@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Observation:
     rewinding: bool
     """A rewind has begun and is not finished: prompts of later steps are still settled."""
     versions: dict[str, tuple[int, ...]]
-    """Prompt with a complete group → the oldest version of each of its trajectories."""
+    """Prompt with a complete group → the oldest and newest versions of its trajectories."""
     rows: dict[int, dict[str, float]]
     """Step → metrics."""
     checkpoints: dict[int, dict[str, Any]]
@@ -164,7 +164,7 @@ def _observation(answers: Sequence[Any]) -> Observation:
         reasons=_text(reason),
         reason_counts={name: int(count) for name, count in _text(reasons).items() if int(count)},
         rewinding="undoing_after" in _text(notes),
-        versions={prompt: tuple(json.loads(text)["oldest"]) for prompt, text in _text(summaries).items()},
+        versions={prompt: _versions(json.loads(text)) for prompt, text in _text(summaries).items()},
         rows={int(step): _numbers(json.loads(row)["values"]) for step, row in metrics.items()},
         checkpoints={int(step): json.loads(cut) for step, cut in saved.items()},
         lease_ages_s=[lease["time_since_delivered"] / 1000 for lease in held if lease["consumer"] != b"nobody"],
@@ -173,6 +173,11 @@ def _observation(answers: Sequence[Any]) -> Observation:
 
 def _text(fields: dict[bytes, bytes]) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in fields.items()}
+
+
+def _versions(summary: Mapping[str, Any]) -> tuple[int, ...]:
+    """Versions of a complete group's oldest and newest tokens."""
+    return *summary["oldest"], *(summary["newest"] or ())
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:

@@ -31,6 +31,8 @@ class JobRewound(EventData):
     version: int = Field(description="Weight version that the job goes back to.")
     lost: int = Field(description="Weight version that the job had reached.")
     prompts: int = Field(description="How many prompts are issued again.")
+    kept: int = Field(0, description="Complete groups that stay: later versions sampled none of their tokens.")
+    discarded: int = Field(0, description="Complete groups with tokens of later versions, which are generated again.")
 
 
 class JobStopping(EventData):

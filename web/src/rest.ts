@@ -251,6 +251,8 @@ export interface JobRewound {
   version: number;
   lost: number;
   prompts: number;
+  kept: number;
+  discarded: number;
 }
 
 export type JobState = "queued" | "starting" | "running" | "paused" | "succeeded" | "failed" | "cancelled";

@@ -1,7 +1,8 @@
 """Makes trainer and ledger agree on a version.
 
 While no trainer is there, replicas that hold weights of the job go on. If the trainer comes back at the ledger's
-version, no group of that time is generated again. If it comes back at an earlier one, all that is in flight is.
+version, no group of that time is generated again. If it comes back at an earlier one, those groups are that have tokens
+of a later version.
 """
 
 import secrets
@@ -127,11 +128,21 @@ async def _agree(run: Run, version: Version) -> None:
     if version < job.version:
         run.components.queue.running_job = None  # no leases until the ledger has the trainer's version
         await track_again(run, version)
-        waiting = await run.prompts.rewind(version)
+        rewound = await run.prompts.rewind(version)
         await run.evaluation.forget()
         await run.components.fleet.grow()
-        message = f"the trainer is back at version {version} of {job.version}; {waiting} prompts are issued again"
-        await run.tell(events.JobRewound(version=version, lost=job.version, prompts=waiting), message)
+        event = events.JobRewound(
+            version=version,
+            lost=job.version,
+            prompts=rewound.waiting,
+            kept=rewound.kept,
+            discarded=rewound.discarded,
+        )
+        message = (
+            f"the trainer is back at version {version} of {job.version}; {rewound.waiting} prompts are issued again; "
+            f"of the complete groups {rewound.kept} stay, {rewound.discarded} have tokens of later versions"
+        )
+        await run.tell(event, message)
         await run.refresh()
     elif version > job.version and not (saved and saved.step == version == job.version + 1):
         what = f"{trainer.member.id} holds version {version} of {job.id}, the ledger is at {job.version}."

@@ -183,6 +183,11 @@ class GroupSummary:
         return max(self.versions or [1]) - 1
 
     @property
+    def newest_version(self) -> Version:
+        """The newest version among all tokens."""
+        return Version(max(self.newest or self.oldest))
+
+    @property
     def spans(self) -> list[int]:
         """Newest version of each trajectory's tokens less its oldest one."""
         return [new - old for new, old in zip(self.newest or self.oldest, self.oldest, strict=True)]

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from millrace.drops import Drop, DropReason
 from millrace.errors import Fenced, InvalidState
-from millrace.ids import Fence, JobId, LeaseId, MemberId, PromptId, Purpose
+from millrace.ids import Fence, JobId, LeaseId, MemberId, PromptId, Purpose, Version
 from millrace.rest import LedgerView
 from millrace.telemetry.metrics.histograms import STEPS_KEPT
 from services.coordinator.state.group import GroupSummary
@@ -46,6 +46,18 @@ class Refusals:
 
     in_a_row: int
     last: Drop | None
+
+
+@dataclass(frozen=True)
+class Rewound:
+    """What a rewind left."""
+
+    waiting: int
+    """Prompts that wait to be issued again."""
+    kept: int
+    """Complete groups that can still be trained."""
+    discarded: int
+    """Complete groups of versions that are gone. Their prompts are among those that wait."""
 
 
 class Outcome(StrEnum):
@@ -173,11 +185,14 @@ class Prompts:
         arguments = [step, reward, row, histograms, STEPS_KEPT, len(samples), kept, *samples, *prompts]
         return bool(await self._redis.run("train", [self._base, self._job], arguments))
 
-    async def rewind(self, to: int) -> int:
-        """Takes back what came after step `to`; answers how many prompts wait to be issued again."""
-        await self._redis.run("rewind", [self._base, self._job], [to])
+    async def rewind(self, to: Version) -> Rewound:
+        """Takes back what came after step `to`. Complete groups stay if all of their tokens are of versions up
+        to `to`: those weights are valid as before. Later versions are made anew, with other weights."""
+        complete = await self.summaries((await self.generated())[0])
+        kept = [group.prompt_id for group in complete if group.newest_version <= to]
+        stay, go = await self._redis.run("rewind", [self._base, self._job], [to, *kept])
         await self.undo()
-        return int(await self._redis.do("ZCARD", f"{self._base}:waiting"))
+        return Rewound(int(await self._redis.do("ZCARD", f"{self._base}:waiting")), int(stay), int(go))
 
     async def undo(self) -> bool:
         """Finishes a rewind that was begun, perhaps by an earlier process. Until then nothing else may be done with the

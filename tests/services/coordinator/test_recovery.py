@@ -125,6 +125,57 @@ async def test_replicas_generate_while_there_is_no_trainer(cluster: Cluster, spe
 
 
 @scenario
+async def test_complete_groups_of_versions_up_to_the_checkpoint_stay(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """The job goes from version 3 back to 2. Of the eight complete groups three are of version 2 and stay; four are of
+    the version 3 that is gone, and one has tokens of both."""
+    spec["schedule"] |= {"save_every_steps": 2, "save_in_background": False, "steps": 6, "max_staleness": 1}
+    spec["data"]["shuffle"] = False
+    spec.pop("evaluation")
+    first, replica = await cluster.trainer(), await cluster.replica()
+    stuck, sampled_by = asyncio.Event(), dict[str, list[int]]()
+    slow, group = "0-15", replica.group
+
+    async def steps(request: Any) -> None:
+        if request.step == 3:  # until all of version 2 are complete but the slow one
+            await until(lambda: cluster.ledger(job_id), lambda ledger: ledger.generated == 7)
+        if request.step == 4:
+            stuck.set()
+            await asyncio.sleep(600)
+
+    async def waits(lease: Any) -> None:
+        if lease.prompt_id == slow and slow not in sampled_by:
+            await until(lambda: asyncio.sleep(0, replica.version == 3))
+
+    def made(lease: Any) -> Any:
+        """`sampled_by`: the publication after which each prompt's newest tokens were sampled, counted from 0."""
+        sampled_by.setdefault(lease.prompt_id, []).append(len(replica.publications) - 1)
+        answer = group(lease)
+        if lease.prompt_id == slow and len(sampled_by[slow]) == 1:
+            for trajectory in answer.trajectories:
+                trajectory.versions[0].version, trajectory.versions[0].end = 2, 2
+                trajectory.versions.add(version=3, start=2, end=4)
+        return answer
+
+    first.faults["Step"], replica.faults["Generate"], replica.group = steps, waits, made
+    job_id = await cluster.submit(spec)
+    await asyncio.wait_for(stuck.wait(), 60)
+    before = await until(lambda: cluster.ledger(job_id), lambda ledger: ledger.generated == 2 * 4)
+    await first.die()
+    second = await cluster.trainer()
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure, before.issued) == (JobState.SUCCEEDED, None, 5 * 4)
+    (rewound,) = await cluster.events(job_id, "job.rewound")
+    assert (rewound.data.version, rewound.data.lost) == (2, 3) and replica.publications == [0, 1, 2, 3, 2, 3, 4, 5, 6]
+    assert (rewound.data.kept, rewound.data.discarded, rewound.data.prompts) == (3, 5, 4 + 5)
+    assert "3 stay, 5 have tokens of later versions" in rewound.message
+    kept, lost = ["0-12", "0-13", "0-14"], 3
+    assert set(kept) <= set(second.trained[3]) and all(replica.leased.count(prompt) == 1 for prompt in kept)
+    assert sum(len(each) > 1 for each in sampled_by.values()) == 4 + 5, "all others are generated once"
+    assert all(sampled_by[prompt][-1] != lost for batch in second.trained.values() for prompt in batch)
+    await trained_once(cluster, job_id, second)
+
+
+@scenario
 async def test_a_job_without_trainer_is_cancelled_at_once(cluster: Cluster, spec: dict[str, Any]) -> None:
     """Then its replicas get no leases any more."""
     first, replica = await cluster.trainer(step_s=0.2), await cluster.replica(seconds=0.05)

@@ -137,14 +137,22 @@ local function place(base, step, prompt, reason, detail, first, last)
   end
 end
 
--- Takes the job back to step `to`. Weights from before are not valid any more, nor is what they sampled, and what was in
--- flight waits to be issued again. What was settled since may be the whole pass: undo.lua does that part, and until then a note says how far.
-local function rewind(base, job, to)
+-- Takes the job back to step `to`. Weights of later versions are not valid any more, nor is what they sampled: of the
+-- complete groups those of the prompts in `kept`, a set, stay; the prompts of the others wait to be issued again. Leases
+-- end. What was settled since may be the whole pass: undo.lua does that part, and until then a note says how far.
+-- Answers how many complete groups stay, and how many do not.
+local function rewind(base, job, to, kept)
   local queue, step = base .. ':queue', tonumber(redis.call('HGET', job, 'step'))
+  local stay, go = 0, 0
 
   for _, prompt in ipairs(redis.call('ZRANGE', base .. ':generated', 0, -1)) do
-    forget(base, prompt)
-    wait(base, prompt, 'rewind', step + 1)
+    if kept[prompt] then
+      stay = stay + 1
+    else
+      forget(base, prompt)
+      wait(base, prompt, 'rewind', step + 1)
+      go = go + 1
+    end
   end
   if redis.call('EXISTS', queue) == 1 then
     local start = '-'
@@ -169,4 +177,5 @@ local function rewind(base, job, to)
   redis.call('HSET', job, 'step', to, 'version', to)
   redis.call('HINCRBY', job, 'lineage', 1)
   redis.call('DEL', job .. ':batch')
+  return stay, go
 end

@@ -26,7 +26,7 @@ for i = 4, 3 + allowed do
     local base, now = KEYS[2], redis.call('HMGET', KEYS[1], 'state', 'step', 'id')
     if now[1] ~= state then index(now[3], state, now[1], unix_time()) end
     if base and now[1] == 'starting' then
-      rewind(base, KEYS[1], tonumber(now[2]))
+      rewind(base, KEYS[1], tonumber(now[2]), {})
       redis.call('DEL', KEYS[1] .. ':deaths', KEYS[1] .. ':setbacks', KEYS[1] .. ':last_words')
     end
     if base and now[1] == 'succeeded' then redis.call('UNLINK', base .. ':state', base .. ':settled', base .. ':reason') end

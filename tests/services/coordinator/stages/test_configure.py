@@ -12,6 +12,7 @@ from millrace.errors import InvalidJob
 from millrace.ids import Version
 from millrace.rest import JobState
 from services.coordinator.stages import configure
+from services.coordinator.store.prompts import Rewound
 from tests.services.coordinator.cluster import Cluster, named, scenario
 from tests.services.coordinator.redis import a_job
 from tests.spec.test_released_specs import RELEASES, schema
@@ -30,9 +31,9 @@ def test_as_the_ledger_goes_back_nothing_is_leased_and_trackers_are_told_again()
     async def set_note(name: str, value: int) -> None:
         notes[name] = value
 
-    async def rewind(version: Version) -> int:
+    async def rewind(version: Version) -> Rewound:
         seen.append((queue.running_job, notes["tracked"]))
-        return 0
+        return Rewound(0, 0, 0)
 
     run: Any = SimpleNamespace(
         job=dataclasses.replace(a_job(), step=3, version=Version(3)),

@@ -312,6 +312,7 @@ def test_staleness_is_of_the_oldest_token_of_all_tokens_or_of_versions() -> None
     several = GroupSummary.of(group(trajectory([(2, 0, 1), (4, 1, 2), (5, 2, 4)]), trajectory([(5, 0, 4)])))
     assert [several.staleness(Version(5), of) for of in STALENESS_OF] == [3, 5 - (2 + 4 + 5 + 5) / 4, 2]
     assert (plain.spans, several.spans) == ([0, 0], [3, 0])
+    assert (plain.newest_version, several.newest_version) == (5, 5)
     assert GroupSummary.from_json(several.to_json()) == several
     assert all(several.staleness(Version(1), of) < 0 for of in STALENESS_OF), "tokens of a version that is not there"
     mean, counted = (Schedule(max_staleness=2, staleness_of=of) for of in STALENESS_OF[1:])

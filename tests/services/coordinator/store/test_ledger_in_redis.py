@@ -1,7 +1,8 @@
 """The Lua scripts against a model in Python that uses the pure table: whatever the order of calls, both agree."""
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Set
+from dataclasses import dataclass, field, replace
 
 import hypothesis.strategies as st
 import pytest
@@ -10,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from millrace.drops import Drop, DropReason
 from millrace.errors import Fenced
-from millrace.ids import Fence, LeaseId, MemberId, PromptId, Purpose
+from millrace.ids import Fence, LeaseId, MemberId, PromptId, Purpose, Version
 from millrace.rest import JobState
 from services.coordinator.state.faults import PROMPT_BUDGET, SUSPECT_AFTER
 from services.coordinator.state.group import GroupSummary
@@ -18,10 +19,12 @@ from services.coordinator.state.lease import Claim, Draft, DroppedPrompt, LeaseR
 from services.coordinator.state.ledger import Counts, Move, PromptState, after
 from services.coordinator.store import Prompts, Store
 from services.coordinator.store import prompts as prompts_in_redis
+from services.coordinator.store.prompts import Rewound
 from tests.services.coordinator.redis import a_job, queued
 
 MEMBERS = [MemberId("rollout-a"), MemberId("rollout-b")]
 JOB = a_job()
+AGES = st.lists(st.integers(0, 3), min_size=1, max_size=4)
 NO_REWARD = Drop(DropReason.REWARD_FAILED, "raised ValueError")
 
 
@@ -37,6 +40,8 @@ class Model:
     answered: dict[LeaseId, Fence] = field(default_factory=dict)
     deaths: dict[PromptId, int] = field(default_factory=dict)
     """Members that died while they held a prompt."""
+    newest: dict[PromptId, int] = field(default_factory=dict)
+    """The newest version that sampled tokens of a prompt's group."""
     step: int = 0
     lineage: int = 0
 
@@ -56,8 +61,9 @@ def lease(lease_id: LeaseId, fence: Fence) -> LeaseRef:
     return LeaseRef(Purpose.TRAIN, lease_id, fence)
 
 
-def summary(prompt: PromptId) -> GroupSummary:
-    return GroupSummary(prompt, "sums", 3, [4], [1.0], [0], 0, 0.0, 0.0, "rollout-a")
+def summary(prompt: PromptId, oldest: int = 0, newest: int = 0) -> GroupSummary:
+    group = GroupSummary(prompt, "sums", 3, [4, 4], [1.0, 0.0], [oldest, oldest], 0, 0.0, 0.0, "rollout-a")
+    return group if newest <= oldest else replace(group, newest=[oldest, newest])
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -171,18 +177,22 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # Answers.
 
-    @rule(count=st.integers(1, 4), trained=st.booleans())
-    def generate(self, count: int, trained: bool) -> None:
-        """The way of most prompts; single calls in any order rarely come so far."""
-        self.issue(count, bad=False)
-        self.lease(MEMBERS[0], count)
-        for lease_id, (prompt, fence, _) in list(self.model.leases.items()):
-            self.complete(lease_id, fence, prompt)
+    @rule(ages=AGES, trained=st.booleans())
+    def generate(self, ages: list[int], trained: bool) -> None:
+        """The way of most prompts; single calls in any order rarely come so far. `ages`: how many versions ago the
+        newest tokens of each group were sampled. Every second group has tokens of the version before, too."""
+        self.issue(len(ages), bad=False)
+        self.lease(MEMBERS[0], len(ages))
+        for number, (lease_id, (prompt, fence, _)) in enumerate(list(self.model.leases.items())):
+            newest = max(0, self.model.step - ages[number % len(ages)])
+            self.complete(lease_id, fence, prompt, newest - (newest > 0 and number % 2), newest)
         if trained:
             self.train_on(sorted(self.model.at(PromptState.GENERATED)))
 
-    def complete(self, lease_id: LeaseId, fence: Fence, prompt: PromptId) -> None:
-        assert self.run(self.prompts.complete(lease(lease_id, fence), b"group " + prompt.encode(), summary(prompt)))
+    def complete(self, lease_id: LeaseId, fence: Fence, prompt: PromptId, oldest: int, newest: int) -> None:
+        group = summary(prompt, oldest, newest)
+        assert self.run(self.prompts.complete(lease(lease_id, fence), b"group " + prompt.encode(), group))
+        self.model.newest[prompt] = newest
         del self.model.leases[lease_id]
         self.model.answered[lease_id] = fence
         self.model.move(prompt, Move.COMPLETE)
@@ -206,6 +216,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.model.answered[lease_id] = fence
             self.model.move(prompt, Move.COMPLETE if group else Move.REFUSE)
             if group:
+                self.model.newest[prompt] = 0
                 self.model.deaths.pop(prompt, None)
             else:
                 self.model.settled[prompt] = self.model.step
@@ -257,11 +268,20 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.step)
     @rule(back=st.integers(1, 3))
     def rewind(self, back: int) -> None:
-        to = max(0, self.model.step - back)
-        waiting = self.run(self.prompts.rewind(to))
-        self.go_back(to)
+        to = Version(max(0, self.model.step - back))
+        complete = len(self.model.at(PromptState.GENERATED))
+        rewound = self.run(self.prompts.rewind(to))
+        self.go_back(to, {p for p, newest in self.model.newest.items() if newest <= to})
         self.undo()
-        assert waiting == len(self.model.waiting)
+        kept = len(self.model.at(PromptState.GENERATED))
+        assert rewound == Rewound(len(self.model.waiting), kept, complete - kept)
+
+    @rule(steps=st.integers(1, 3), ages=AGES, back=st.integers(1, 3))
+    def rewind_with_complete_groups(self, steps: int, ages: list[int], back: int) -> None:
+        for _ in range(steps):
+            self.generate([0, 0], trained=True)
+        self.generate(ages, trained=False)
+        self.rewind(back)
 
     @precondition(lambda self: self.model.step)
     @rule(back=st.integers(1, 3), chunks=st.integers(0, 3), job_ends=st.booleans())
@@ -311,10 +331,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.go_back(self.model.step)
         self.undo()
 
-    def go_back(self, to: int) -> None:
+    def go_back(self, to: int, kept: Set[PromptId] = frozenset()) -> None:
         for lease_id in list(self.model.leases):
             self.give_back(lease_id)
-        self.wait_again(self.model.at(PromptState.GENERATED))
+        self.wait_again(self.model.at(PromptState.GENERATED) - kept)
         self.model.step, self.model.deaths = to, {}
         self.model.lineage += 1
 
