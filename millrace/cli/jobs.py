@@ -14,6 +14,7 @@ from millrace.client import Client
 from millrace.errors import InvalidState
 from millrace.events import Event
 from millrace.rest import FleetView, JobState, JobSummary, JobView, MemberState, WaitingFor
+from millrace.rest.fleet import DEFAULT_PARTITION
 from millrace.sandbox.boundaries import Missing, listed
 from millrace.spec.pool import ROLLOUT
 from millrace.terminal.output import (
@@ -131,16 +132,20 @@ def jobs(
 def jobs_rows(found: Sequence[JobSummary]) -> FittedTable:
     """The table of `millrace jobs`."""
     of_users = ["USER"] if any(job.user for job in found) else []
+    apart = any(job.partition not in ("", DEFAULT_PARTITION) for job in found)
+    partition = ["PARTITION"] if apart else []
     columns = ("STATE", ">STEP", ">REWARD", ">HELD-OUT", ">AGE", ">QUEUED", ">RAN", "WAITS FOR")
-    spare = ("QUEUED", "RAN", "AGE", "WAITS FOR", "USER", "HELD-OUT")
-    rows = FittedTable("JOB", "NAME", *of_users, *columns, spare=spare)
+    spare = ("QUEUED", "RAN", "AGE", "WAITS FOR", "PARTITION", "USER", "HELD-OUT")
+    rows = FittedTable("JOB", "NAME", *of_users, *partition, *columns, spare=spare)
     for job in found:
         age = duration(time.time() - job.created_s)
         queued, took = duration(job.queued_s), duration(job.ran_s) if job.ran_s else "–"
         step = f"{job.step}/{job.steps or '?'}"
         waits = job.waiting.reason.replace("_", " ") if job.waiting else ""
         figures = (step, number(job.reward), held_out(job), age, queued, took)
-        rows.add_row(job.id, escape(job.name), *([job.user] if of_users else []), styled(job.status), *figures, waits)
+        whose = [job.user] if of_users else []
+        where = [job.partition] if apart else []
+        rows.add_row(job.id, escape(job.name), *whose, *where, styled(job.status), *figures, waits)
     return rows
 
 
@@ -262,19 +267,22 @@ def fleet(url: Url = None, as_json: AsJson = False) -> None:
 
 def fleet_rows(view: FleetView) -> FittedTable:
     """The table of `millrace fleet`."""
+    everybody = (*view.trainers, *view.replicas)
+    apart = any(member.partition not in ("", DEFAULT_PARTITION) for member in everybody)
     rows = FittedTable(
-        *("MEMBER", "KIND", "STATE", ">VERSION", ">RUNNING", ">LEASES", ">TOKENS/S"),
+        *("MEMBER", "KIND", *(["PARTITION"] if apart else []), "STATE", ">VERSION", ">RUNNING", ">LEASES", ">TOKENS/S"),
         *USAGE_HEADINGS,
         *("ENGINE", "ADDRESS", "METRICS", "SESSIONS", "DEVICE"),
         spare=("SESSIONS", "METRICS", "ENGINE", "HOST GB", "GPU GB", "CACHE", "DEVICE", "GPU", "LEASES", "RUNNING"),
     )
-    for member in (*view.trainers, *view.replicas):
+    for member in everybody:
         engine = f"{member.engine} {member.engine_release} ×{member.world_size}"
         counts = (str(member.version), str(member.running), str(member.leases), f"{member.tokens_per_s:.0f}")
         ports = [address.rpartition(":")[2] for address in (member.metrics_address, member.sessions_address)]
         where = (member.address, *ports, member.device)
         kind = member.kind if member.pool in ("", ROLLOUT) else f"pool {member.pool}"
-        rows.add_row(member.id, kind, styled(member.state), *counts, *usage_cells(member), engine, *where)
+        named = (kind, member.partition) if apart else (kind,)
+        rows.add_row(member.id, *named, styled(member.state), *counts, *usage_cells(member), engine, *where)
     return rows
 
 

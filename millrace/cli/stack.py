@@ -37,9 +37,9 @@ def up(
     ] = None,
     gpus_per_replica: Annotated[int, typer.Option(help="For engines that use several GPUs.", min=1)] = 1,
     share_gpus: Annotated[
-        bool,
-        typer.Option(help="Share GPUs if there are too few. The engines have to leave memory free."),
+        bool, typer.Option(help="Share GPUs if there are too few. The engines have to leave memory free.")
     ] = False,
+    partition: Annotated[str, typer.Option(help="Partition of the fleet for trainer and replicas.")] = "",
     standby: Annotated[
         bool, typer.Option(help="Keep a second trainer process that has imported everything, about 0.4 GB.")
     ] = True,
@@ -73,6 +73,7 @@ def up(
         pythons=pythons(python or []),
         gpus_per_replica=gpus_per_replica,
         share_gpus=share_gpus,
+        partition=partition,
         standby=standby,
         http_host=http_host,
         http_port=http_port or free_port(),

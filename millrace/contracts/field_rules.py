@@ -51,6 +51,11 @@ ID = Rule(
     lambda text: bool(re.fullmatch(r"[\w.-]{1,100}", text, re.ASCII)), "is no id", "send letters, digits and `-`."
 )
 TEXT = Rule(lambda text: len(text) <= LONGEST_TEXT, f"has more than {LONGEST_TEXT} characters", "send a shorter text.")
+NAME = Rule(
+    lambda text: bool(re.fullmatch(r"[a-z][a-z0-9_-]{0,63}", text)),
+    "is no name",
+    "use small letters, digits, _ and -, at most 64.",
+)
 SECONDS = _between(0, LONGEST_S)
 DEADLINE = _between(0.001, LONGEST_S)
 PATH = Rule(_is_path, "is not the absolute path of a folder", "send one without `..`.")
@@ -114,6 +119,7 @@ RULES: Mapping[str, Rule] = {
         lambda texts: len(texts) <= 64 and all(map(TEXT.holds, texts)), "is too long", "send at most 64 texts."
     ),
     "message_bytes": _between(0, 1 << 40),
+    "RegisterRequest.partition": NAME,
     "TailLogRequest.lines": _between(0, 200),
     "MemberUsage.hosts": _at_most(MOST_HOSTS),
     "MemberUsage.gpus": _at_most(MOST_GPUS),

@@ -31,6 +31,8 @@ class StackOptions:
     """For engines that the job's `engine_options` spread over several."""
     share_gpus: bool = False
     """Ranks and replicas share GPUs if there are fewer than they ask for."""
+    partition: str = ""
+    """Partition of the fleet that trainer and replicas work in; empty: the default one."""
     standby: bool = True
     """A second launcher of the trainer is kept, which has imported and waits until the first one has ended."""
     http_port: int = 7700
@@ -100,6 +102,8 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
     secure = ("--insecure",) if options.insecure else ()
     scaled = ("--autoscale", options.autoscale) if options.autoscale else ()
     environment = {**LOCAL, "MILLRACE_STACK_STATE": str(options.folder.absolute()), **options.environment}
+    if options.partition:
+        environment["MILLRACE_PARTITION"] = options.partition
     wanted = [options.ranks, *[options.gpus_per_replica] * options.replicas]
     trained_on, *generated_on = share_out(devices, wanted, shared=options.share_gpus)
 

@@ -21,6 +21,8 @@ from millrace.rest.fleet import LogView as LogView
 from millrace.rest.fleet import MemberKind as MemberKind
 from millrace.rest.fleet import MemberState as MemberState
 from millrace.rest.fleet import MemberView as MemberView
+from millrace.rest.waiting import WaitingFor as WaitingFor
+from millrace.rest.waiting import WaitingView as WaitingView
 
 Figure = Annotated[
     float, PlainSerializer(lambda value: value if isfinite(value) else json.dumps(value), float | str, when_used="json")
@@ -54,36 +56,6 @@ class JobRequest(StrEnum):
 
 
 IN_PROGRESS = {JobRequest.PAUSE: "pausing", JobRequest.CANCEL: "cancelling"}
-
-
-class WaitingFor(StrEnum):
-    """What a job waits for."""
-
-    EARLIER_JOB = "earlier_job"
-    """Jobs run one after another, and another job's turn comes first."""
-    TRAINER = "trainer"
-    """No trainer is connected."""
-    TRAINER_LOADING = "trainer_loading"
-    """The trainer loads the model or a checkpoint."""
-    REPLICA = "replica"
-    """No rollout replica is connected."""
-    POOL = "pool"
-    """A pool of the job has no replica that is ready to score."""
-    REPLICAS_PREPARING = "replicas_preparing"
-    """Replicas start their engines for the job, or receive the weights; none serves it yet."""
-    REPLICAS_REFUSED = "replicas_refused"
-    """Every connected replica refused the job as invalid."""
-    REPLICAS_FAILED = "replicas_failed"
-    """No connected replica could be made ready for the job; they are tried again."""
-    JUDGE = "judge"
-    """A judge does not answer a replica: answers wait for their scores, and generation goes on as far as it can."""
-    RESUME = "resume"
-    """Somebody paused the job."""
-
-
-class WaitingView(BaseModel):
-    reason: WaitingFor
-    message: str = Field(description="For people: what the job waits for, with the replicas' words.")
 
 
 class WarningCause(StrEnum):
@@ -139,6 +111,12 @@ class JobSummary(BaseModel):
     tags: list[str] = Field([], description="Words by which the job is found again, as they are now.")
     notes: str = Field("", description="What people noted about the job.")
     user: str = Field("", description="Who submitted it; empty if that was without a token.")
+    partition: str = Field(
+        "",
+        description="The partition of the fleet in which it runs or ran; in the queue the one in which it has to run, "
+        "empty for any.",
+    )
+    priority: int = Field(0, description="Of the jobs in the queue, those with a higher number start sooner.")
     checkpoint: str | None = Field(None, description="Folder of the last checkpoint.")
     report: str | None = Field(None, description="Path of the report that a finished job leaves in its output folder.")
     failure: str | None = Field(None, description="Why the job failed.")

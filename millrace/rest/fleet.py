@@ -6,6 +6,9 @@ from pydantic import BaseModel, Field
 
 from millrace.sandbox.boundaries import Boundary
 
+DEFAULT_PARTITION = "default"
+"""The partition of members that name none, and of jobs that began when there was no other."""
+
 
 class MemberKind(StrEnum):
     TRAINER = "trainer"
@@ -53,6 +56,7 @@ class MemberView(BaseModel):
     id: str
     kind: MemberKind
     pool: str = Field("", description="The pool of a replica; `rollout` for those that generate.")
+    partition: str = Field("", description="The partition of the fleet that it works in for its whole life.")
     address: str
     engine: str
     engine_release: str

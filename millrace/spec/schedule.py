@@ -4,6 +4,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
+from millrace.spec.pool import LONGEST_NAME, NAME
 from millrace.trackers import TRACKERS
 from millrace.validation import limits
 from millrace.validation.fields import OneOf, StrictModel
@@ -73,6 +74,11 @@ class Schedule(StrictModel):
     checkpoint counts if its step has the metric: evaluate at the steps that are saved. null: only the newest."""
     stop_when: StopWhen | None = Field(None, examples=[{"solved_at": 0.95}])
     """When the job ends before its last step; null: it trains all steps."""
+    partition: str | None = Field(None, max_length=LONGEST_NAME, pattern=NAME, examples=["team-a"])
+    """The partition of the fleet in which the job has to run: its trainer and replicas were started with `--partition`
+    (docs/several-jobs.md). null: any whose members can run it."""
+    priority: int = Field(0, ge=-1000, le=1000)
+    """Of the jobs in the queue, those with a higher number start sooner. One that runs is not interrupted."""
     save_in_background: bool = True
     """true: training continues while a checkpoint is written from a copy in host memory, which takes 12 bytes a
     parameter over all ranks. false: training waits for the disk."""

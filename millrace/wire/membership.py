@@ -7,8 +7,10 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import structlog
+import typer
 
 from millrace.contracts.method import Request, Response, Unary
 from millrace.contracts.methods import FleetRpc
@@ -25,8 +27,19 @@ the member has ended, and does not start it again."""
 LIFE_FILE = "MILLRACE_LIFE_FILE"
 """Environment variable with the path of a file that a member touches before each message to the coordinator, with
 `time.monotonic()` as its time. The launcher sees by its age that the member stands still."""
+PARTITION = "MILLRACE_PARTITION"
+"""Environment variable with the partition of the fleet that this process, and those that it starts, work in."""
+PartitionOption = Annotated[
+    str, typer.Option(envvar=PARTITION, help="Partition of the fleet that it works in; empty: the default one.")
+]
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 1.0
+
+
+def work_in(partition: str) -> None:
+    """Makes this process a member of the partition, or of that of MILLRACE_PARTITION if `partition` is empty."""
+    if partition:
+        os.environ[PARTITION] = partition
 
 
 class Membership:
@@ -67,6 +80,7 @@ class Membership:
         request = self._registration()
         if (before := last_words.previous()) is not None:
             request.previous.CopyFrom(before)
+        request.partition = os.environ.get(PARTITION, "")
         reply = await self._patiently(FleetRpc.Register, request)
         last_words.joined(self._member_id)
         self._heartbeat_s = reply.heartbeat_s

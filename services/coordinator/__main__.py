@@ -23,6 +23,7 @@ from services.coordinator.options import (
     HeartbeatOption,
     HttpHostOption,
     HttpPortOption,
+    JobsPerUserOption,
     KeepDaysOption,
     KeepJobsOption,
     LeaseOption,
@@ -68,6 +69,7 @@ def main(
     replica_budget: BudgetOption = 0.0,
     scale_up_s: UpOption = 30.0,
     scale_down_s: DownOption = 300.0,
+    jobs_per_user: JobsPerUserOption = 0,
     webhook: WebhookOption = "",
     webhook_key: WebhookKeyOption = "",
     stalled_after_s: StalledOption = 3600.0,
@@ -93,6 +95,7 @@ def main(
             Retention(keep_jobs, keep_jobs_days, delete_checkpoints),
             lease_s,
             scaled,
+            jobs_per_user,
             own_webhook(webhook, webhook_key, stalled_after_s),
         )
         logs.configure("coordinator")

@@ -46,6 +46,15 @@ DownOption = Annotated[
     float,
     typer.Option(envvar="MILLRACE_SCALE_DOWN_S", help="Least seconds between a change and fewer replicas.", min=1),
 ]
+JobsPerUserOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MILLRACE_JOBS_PER_USER",
+        help="Most jobs of one user that are active at the same time; 0: no limit.",
+        min=0,
+        max=1000,
+    ),
+]
 WebhookOption = Annotated[
     str,
     typer.Option(

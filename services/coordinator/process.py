@@ -11,35 +11,34 @@ from typing import Any
 import structlog
 
 from millrace.local.folders import new_private_folder
+from millrace.rest.fleet import DEFAULT_PARTITION
 from millrace.telemetry.metrics.prometheus.every_service import grpc_observer
 from millrace.wire.address import host_address, host_name
 from millrace.wire.http_server import GRACE_S, HttpServer, listening
 from millrace.wire.server import LARGEST_GROUP_BYTES, Server
 from millrace.wire.tls import identity, scheme
 from services.coordinator.fleet.fleet import Fleet
-from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.deletion import Retention
-from services.coordinator.jobs.runner import Runner
-from services.coordinator.jobs.waiting import JobViews, WaitingEvents
+from services.coordinator.jobs.placing import Placing
+from services.coordinator.jobs.runner import run_partitions
+from services.coordinator.jobs.waiting import JobViews
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.span_store import SpanStore
-from services.coordinator.publication.publisher import Publisher
 from services.coordinator.redis_server import RedisServer, locked
 from services.coordinator.rest.app import application
 from services.coordinator.scaling.autoscaler import Autoscaler, Scaling
 from services.coordinator.scaling.scalers import Scaler
 from services.coordinator.servicers import FleetServicer, WorkServicer, servicers
-from services.coordinator.stages.run import Components
+from services.coordinator.stages.run import Shared
 from services.coordinator.standby import Standby, bound
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.member import Patience
-from services.coordinator.state.waiting import CurrentJob
+from services.coordinator.state.placing import Quota
 from services.coordinator.store import Holder, Store, StoreDown, Superseded
 from services.coordinator.webhooks import Hook, Webhooks
-from services.coordinator.work.deaths import DeathWatch
-from services.coordinator.work.queue import Queue
+from services.coordinator.work.queue import Queues
 
 log = structlog.get_logger(__name__)
 REDIS_START_S = 10.0
@@ -62,6 +61,8 @@ class Settings:
     """How long a coordinator leads after it was heard by Redis last."""
     autoscale: tuple[Scaler, Scaling] | None = None
     """What starts and stops the replicas of `rollout`, and by what rules; None: they are not scaled."""
+    jobs_per_user: int = 0
+    """Most active jobs of one user; 0: no limit."""
     webhook: Hook | None = None
     """Webhook that gets messages about every job; None: only the webhooks of jobs get some."""
 
@@ -114,36 +115,32 @@ class Coordinator:
         store.connection.observe = prometheus.asked_redis
         fleet = Fleet(store, self._settings.patience)
         await fleet.load()
-        turn = CurrentJob()
-        DeathWatch(store, fleet, turn, events)  # before the queue, whose bell has the job's loop look at the deaths
-        trainer, queue = Trainer(fleet), Queue(store, fleet, events, prometheus)
-        spans = SpanStore(store, prometheus, queue.place)
-        publisher = Publisher(store, fleet, trainer, events, prometheus)
-        services = servicers(FleetServicer(fleet, spans), WorkServicer(fleet, queue, store, prometheus))
+        queues = Queues(fleet)
+        spans = SpanStore(store, prometheus, queues.place)
+        services = servicers(FleetServicer(fleet, queues, spans), WorkServicer(fleet, queues, store, prometheus))
         observe = grpc_observer(prometheus.registry)
         at = (self._settings.grpc_host, self._settings.grpc_port)
         grpc = await bound(lambda: Server(services, *at, LARGEST_GROUP_BYTES, observe))
-        components = Components(
+        shared = Shared(
             store=store,
-            fleet=fleet,
-            trainer=trainer,
-            queue=queue,
-            publisher=publisher,
+            whole_fleet=fleet,
+            queues=queues,
             events=events,
-            turn=turn,
             prometheus=prometheus,
             spans=spans,
             control=control_bell,
             work_address=_work_address(self._settings.grpc_host, grpc.port),
         )
-        control = Control(store, events, control_bell, components.turn)
-        views = JobViews(components)
-        webhooks = Webhooks(components, views, self._settings.webhook)
+        placing = Placing(shared, Quota(self._settings.jobs_per_user))
+        await placing.load()
+        views = JobViews(placing)
+        control = Control(store, events, control_bell, views.waits_for)
+        webhooks = Webhooks(shared, views, self._settings.webhook)
         kept = (webhooks.run(), control.deletion.keep_within(self._settings.retention))
-        own, app = identity(), application(components, control, views, webhooks, self._settings.http_host)
+        own, app = identity(), application(shared, control, views, webhooks, self._settings.http_host)
         rest = HttpServer(app, certificate_required=own is not None and own.rest_clients_required)
         await grpc.start()
-        work = [asyncio.create_task(each) for each in (*self._work(components), *kept)]
+        work = [asyncio.create_task(each) for each in (*self._work(placing), *kept)]
         serving = asyncio.create_task(rest.serve(sockets=[http.dup()]))
         stopping = asyncio.create_task(stop.wait())
         log.info("coordinator started", http=http.getsockname()[:2], grpc=grpc.port, redis=store.connection.name)
@@ -157,23 +154,21 @@ class Coordinator:
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
             await store.leadership.release()
-            queue.close()
+            queues.close()
             events.close()
             rest.should_exit = True
             await asyncio.gather(serving, grpc.stop(GRACE_S), return_exceptions=True)
             await fleet.close()
 
-    def _work(self, components: Components) -> Iterator[Coroutine[Any, Any, None]]:
+    def _work(self, placing: Placing) -> Iterator[Coroutine[Any, Any, None]]:
         """What runs beside the servers for as long as this coordinator leads."""
-        settings, store = self._settings, components.store
-        yield store.leadership.keep()
-        yield components.fleet.watch()
-        yield components.queue.expire()
-        yield WaitingEvents(components).run()
-        yield components.spans.run()
+        settings, shared = self._settings, placing.shared
+        yield shared.store.leadership.keep()
+        yield shared.whole_fleet.watch()
+        yield shared.spans.run()
         if settings.autoscale is not None:
-            yield Autoscaler(components, *settings.autoscale).run()
-        yield Runner(components).run()
+            yield Autoscaler(placing.partitions[DEFAULT_PARTITION], *settings.autoscale).run()
+        yield run_partitions(placing)
         if self._redis is not None:
             yield self._redis.watch()
 

@@ -13,14 +13,15 @@ from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.span_store import SpanStore
 from services.coordinator.state.lease import LeaseRef
 from services.coordinator.store import Store
-from services.coordinator.work.queue import Queue
+from services.coordinator.work.queue import Queues
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServicer):
     """Fleet of proto/millrace/v1/fleet.proto."""
 
-    def __init__(self, fleet: Fleet, spans: SpanStore) -> None:
+    def __init__(self, fleet: Fleet, queues: Queues, spans: SpanStore) -> None:
         self._fleet = fleet
+        self._queues = queues
         self._spans = spans
 
     async def Register(
@@ -36,7 +37,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
     ) -> fleet_pb2.HeartbeatResponse:
         member = self._fleet.heartbeat(request)
-        self._spans.received(request.spans, request.span_count)
+        self._spans.received(member.partition, request.spans, request.span_count)
         return fleet_pb2.HeartbeatResponse(
             epoch=self._fleet.epoch, drain=member.draining, heartbeat_s=self._fleet.patience_now.heartbeat_s
         )
@@ -56,7 +57,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
     async def FindPool(
         self, request: fleet_pb2.FindPoolRequest, context: grpc.aio.ServicerContext
     ) -> fleet_pb2.FindPoolResponse:
-        members = await self._fleet.find_pool(request.pool, JobId(request.job_id), request.wait_s)
+        job_id = JobId(request.job_id)
+        members = await self._queues.of_job(job_id).partition.find_pool(request.pool, job_id, request.wait_s)
         return fleet_pb2.FindPoolResponse(
             addresses=[member.address for member in members],
             endpoints=[member.sessions_address for member in members],
@@ -66,28 +68,30 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
 class WorkServicer(work_pb2_grpc.WorkServicer):
     """Work of proto/millrace/v1/work.proto."""
 
-    def __init__(self, fleet: Fleet, queue: Queue, store: Store, prometheus: PrometheusMetrics) -> None:
+    def __init__(self, fleet: Fleet, queues: Queues, store: Store, prometheus: PrometheusMetrics) -> None:
         self._fleet = fleet
-        self._queue = queue
+        self._queues = queues
         self._store = store
         self._prometheus = prometheus
 
     async def Lease(self, request: work_pb2.LeaseRequest, context: grpc.aio.ServicerContext) -> work_pb2.LeaseResponse:
         member_id = MemberId(request.member_id)
         self._fleet.heard(member_id)
-        leases, idle_reason = await self._queue.lease(member_id, request.free_samples, request.wait_s)
+        queue = self._queues.of_member(member_id)
+        leases, idle_reason = await queue.lease(member_id, request.free_samples, request.wait_s)
         return work_pb2.LeaseResponse(leases=leases, idle_reason=idle_reason)
 
     async def Extend(
         self, request: work_pb2.ExtendRequest, context: grpc.aio.ServicerContext
     ) -> work_pb2.ExtendResponse:
-        self._fleet.heard(MemberId(request.member_id))
+        member_id = MemberId(request.member_id)
+        self._fleet.heard(member_id)
         lost: set[tuple[str, LeaseRef]] = set()
         expires_s = 0.0
         for job_id, leases in _by_job(request.leases).items():
             try:
                 parts = _parts(job_id, request.parts)
-                gone, expires_s = await self._queue.extend(MemberId(request.member_id), job_id, leases, parts)
+                gone, expires_s = await self._queues.of_job(job_id).extend(member_id, job_id, leases, parts)
             except NotFound:
                 gone = set(leases)
             lost |= {(job_id, lease) for lease in gone}
@@ -101,9 +105,9 @@ class WorkServicer(work_pb2_grpc.WorkServicer):
         try:
             match request.WhichOneof("answer"):
                 case "group":
-                    await self._queue.complete(member_id, job_id, lease, request.group)
+                    await self._queues.of_job(job_id).complete(member_id, job_id, lease, request.group)
                 case "drop":
-                    await self._queue.refuse(member_id, job_id, lease, drop_of(request.drop))
+                    await self._queues.of_job(job_id).refuse(member_id, job_id, lease, drop_of(request.drop))
                 case _:
                     what = f"{member_id} answered lease {lease.id} with nothing."
                     raise InvalidState(what, "send a group, or a reason why there is none.")
@@ -117,7 +121,7 @@ class WorkServicer(work_pb2_grpc.WorkServicer):
     ) -> work_pb2.ReleaseResponse:
         for job_id, leases in _by_job(request.leases).items():
             parts = _parts(job_id, request.parts)
-            await self._queue.release(MemberId(request.member_id), job_id, leases, parts)
+            await self._queues.of_job(job_id).release(MemberId(request.member_id), job_id, leases, parts)
         return work_pb2.ReleaseResponse()
 
     async def Fetch(

@@ -41,7 +41,7 @@ from millrace.spec.schedule import Webhook
 from millrace.validation.secrets import secret, secret_of_job
 from millrace.validation.urls import check_of_job, parsed, resolved
 from services.coordinator.jobs.waiting import JobViews
-from services.coordinator.stages.run import Components
+from services.coordinator.stages.run import Shared
 from services.coordinator.state.job import ENDED, JobRecord
 from services.coordinator.store import StoreDown
 
@@ -121,9 +121,9 @@ def signature(key: bytes, message_id: str, time_s: int, body: bytes) -> str:
 class Webhooks:
     """Sends the messages of all jobs until cancelled."""
 
-    def __init__(self, components: Components, views: JobViews, own: Hook | None) -> None:
-        self._components, self._views, self._own = components, views, own
-        self._store = components.store
+    def __init__(self, shared: Shared, views: JobViews, own: Hook | None) -> None:
+        self._events, self._views, self._own = shared.events, views, own
+        self._store = shared.store
         self._sending: dict[asyncio.Task[None], float] = {}
         """Messages that are being delivered. The value is the Unix time at which the job ended that the message is
         about; ∞ for others."""
@@ -251,7 +251,7 @@ class Webhooks:
             if hook.of_job:
                 with contextlib.suppress(StoreDown):
                     failed = events.WebhookFailed(webhook=hook.field, message=message.kind)
-                    await self._components.events.add(job_id, failed, text)
+                    await self._events.add(job_id, failed, text)
 
 
 async def _tried(hook: Hook, message: WebhookMessage) -> WebhookResult:

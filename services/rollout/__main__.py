@@ -9,6 +9,7 @@ from millrace.service_process import VersionOption
 from millrace.spec.pool import ROLLOUT
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsPortOption
 from millrace.wire.address import CoordinatorOption, HostOption, InsecureOption, advertise
+from millrace.wire.membership import PartitionOption, work_in
 from services.rollout.nodes.place import NODE_LOST_S, LeaderOption, NodeLostOption, NodeRankOption, NodesOption
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -34,6 +35,7 @@ def main(
     pool: Annotated[
         str, typer.Option(envvar="MILLRACE_POOL", help="Pool that it scores for; `rollout`: it generates.")
     ] = ROLLOUT,
+    partition: PartitionOption = "",
     nodes: NodesOption = 1,
     node_rank: NodeRankOption = 0,
     leader: LeaderOption = "",
@@ -54,6 +56,7 @@ def main(
 ) -> None:
     """Serves one engine to the fleet until SIGTERM or SIGINT. A second signal ends it without waiting for leases."""
     advertise(host)
+    work_in(partition)
     from services.rollout.process import Given, start  # what it imports takes seconds
 
     start(

@@ -23,6 +23,7 @@ from millrace.wire.address import (
     host_address,
     require_protection,
 )
+from millrace.wire.membership import PartitionOption, work_in
 from services.trainer.options import SILENT_S, SilentOption
 
 
@@ -32,6 +33,7 @@ def main(
         int, typer.Option(envvar="MILLRACE_PORT", help="Port of the trainer's gRPC server; 0: a free port.")
     ] = 0,
     host: HostOption = "",
+    partition: PartitionOption = "",
     silent_s: SilentOption = SILENT_S,
     metrics_port: MetricsPortOption = 0,
     insecure: InsecureOption = False,
@@ -39,6 +41,7 @@ def main(
 ) -> None:
     """Serves one trainer in front of a group of ranks."""
     advertise(host)
+    work_in(partition)
     try:
         if os.environ.get("RANK", "0") == "0":  # the other ranks serve nobody
             require_protection(bind_address(host_address()), insecure=insecure)

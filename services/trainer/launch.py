@@ -33,6 +33,7 @@ from millrace.wire.address import (
     host_address,
     require_protection,
 )
+from millrace.wire.membership import PartitionOption, work_in
 from services.trainer.options import SILENT_S, SilentOption
 
 PRELOADED = [
@@ -86,6 +87,7 @@ def main(
         int, typer.Option(envvar="MILLRACE_PORT", help="Port of the trainer's gRPC server; 0: a free port.")
     ] = 0,
     host: HostOption = "",
+    partition: PartitionOption = "",
     silent_s: SilentOption = SILENT_S,
     metrics_port: MetricsPortOption = 0,
     insecure: InsecureOption = False,
@@ -93,6 +95,7 @@ def main(
 ) -> None:
     """Runs a trainer with all of its ranks on this host, and starts them again when one fails."""
     advertise(host)
+    work_in(partition)
     for name, value in {**ASKING_NVML, **threads(ranks)}.items():
         os.environ.setdefault(name, value)
     logs.configure("trainer", "launcher")

@@ -24,7 +24,7 @@ from millrace.validation import limits
 from millrace.validation.fields import model_in
 from millrace.validation.mistakes import options
 from services.coordinator.stages.issue import training_sampling
-from services.coordinator.work.queue import LeaseTerms
+from services.coordinator.work.terms import LeaseTerms
 
 SMALLEST = {"name": "a job", "output": "/out", "model": {"path": "/model"}, "data": {"files": ["train.parquet"]}}
 SECTIONS = {

@@ -46,3 +46,6 @@ export const clock = (unix: number): string => new Date(unix * 1000).toLocaleTim
 export const moment = (unix: number): string => new Date(unix * 1000).toLocaleString([], { hour12: false });
 export const plural = (count: number, word: string): string => `${figure(count)} ${word}${count === 1 ? "" : "s"}`;
 export const oneLine = (text: string): string => text.replace(/\s*\n\s*/g, " ");
+
+/* ` · NAME`, of a job or member of another partition than the default one. */
+export const inPartition = (of: { partition: string }): string => (of.partition && of.partition !== "default" ? ` · ${of.partition}` : "");

@@ -289,6 +289,8 @@ export interface JobSummary {
   tags: string[];
   notes: string;
   user: string;
+  partition: string;
+  priority: number;
   checkpoint: string | null;
   report: string | null;
   failure: string | null;
@@ -319,6 +321,8 @@ export interface JobView {
   tags: string[];
   notes: string;
   user: string;
+  partition: string;
+  priority: number;
   checkpoint: string | null;
   report: string | null;
   failure: string | null;
@@ -450,6 +454,7 @@ export interface MemberView {
   id: string;
   kind: MemberKind;
   pool: string;
+  partition: string;
   address: string;
   engine: string;
   engine_release: string;
@@ -728,7 +733,7 @@ export interface ValidationView {
 }
 
 /** What a job waits for. */
-export type WaitingFor = "earlier_job" | "trainer" | "trainer_loading" | "replica" | "pool" | "replicas_preparing" | "replicas_refused" | "replicas_failed" | "judge" | "resume";
+export type WaitingFor = "earlier_job" | "quota" | "trainer" | "trainer_loading" | "replica" | "pool" | "replicas_preparing" | "replicas_refused" | "replicas_failed" | "judge" | "resume";
 
 export interface WaitingView {
   reason: WaitingFor;

@@ -24,45 +24,45 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17millrace/v1/fleet.proto\x12\x0bmillrace.v1\"\xc9\x02\n\x0fRegisterRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.millrace.v1.MemberKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\x12\x0f\n\x07release\x18\x05 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x06 \x01(\t\x12\x16\n\x0e\x65ngine_release\x18\x07 \x01(\t\x12\x12\n\nworld_size\x18\x08 \x01(\r\x12\x0c\n\x04host\x18\t \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x14\n\x0cmetrics_port\x18\x0b \x01(\r\x12\x15\n\rsessions_port\x18\x0c \x01(\r\x12\x0c\n\x04pool\x18\r \x01(\t\x12+\n\x08previous\x18\x0e \x01(\x0b\x32\x19.millrace.v1.PreviousLife\"D\n\x0cPreviousLife\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\r\n\x05\x65nded\x18\x02 \x01(\t\x12\x12\n\nlast_words\x18\x03 \x01(\t\"L\n\x10RegisterResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\x12\x14\n\x0clost_after_s\x18\x03 \x01(\x01\"\xf3\x01\n\x10HeartbeatRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x0c\n\x04\x66ree\x18\x04 \x01(\r\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\x0e\n\x06tokens\x18\x06 \x01(\x04\x12\r\n\x05spans\x18\x07 \x01(\x0c\x12\x12\n\nspan_count\x18\x08 \x01(\r\x12/\n\rjudge_outages\x18\t \x03(\x0b\x32\x18.millrace.v1.JudgeOutage\x12\'\n\x05usage\x18\n \x01(\x0b\x32\x18.millrace.v1.MemberUsage\"\x81\x01\n\x0bMemberUsage\x12%\n\x05hosts\x18\x01 \x03(\x0b\x32\x16.millrace.v1.HostUsage\x12#\n\x04gpus\x18\x02 \x03(\x0b\x32\x15.millrace.v1.GpuUsage\x12\x17\n\ncache_used\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_cache_used\"X\n\tHostUsage\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x15\n\rprocess_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\"\xb9\x01\n\x08GpuUsage\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0b\n\x03gpu\x18\x02 \x01(\t\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x11\n\x04\x62usy\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07power_w\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rtemperature_c\x18\x07 \x01(\x01H\x02\x88\x01\x01\x42\x07\n\x05_busyB\n\n\x08_power_wB\x10\n\x0e_temperature_c\"M\n\x0bJudgeOutage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"F\n\x11HeartbeatResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\r\n\x05\x64rain\x18\x02 \x01(\x08\x12\x13\n\x0bheartbeat_s\x18\x03 \x01(\x01\"!\n\x0c\x44rainRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\"A\n\x0cLeaveRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x03 \x01(\x08\"\x0f\n\rLeaveResponse\"?\n\x0f\x46indPoolRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\"8\n\x10\x46indPoolResponse\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\x11\n\tendpoints\x18\x02 \x03(\t*[\n\nMemberKind\x12\x1b\n\x17MEMBER_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13MEMBER_KIND_TRAINER\x10\x01\x12\x17\n\x13MEMBER_KIND_ROLLOUT\x10\x02\x32\xe5\x02\n\x05\x46leet\x12G\n\x08Register\x12\x1c.millrace.v1.RegisterRequest\x1a\x1d.millrace.v1.RegisterResponse\x12J\n\tHeartbeat\x12\x1d.millrace.v1.HeartbeatRequest\x1a\x1e.millrace.v1.HeartbeatResponse\x12>\n\x05\x44rain\x12\x19.millrace.v1.DrainRequest\x1a\x1a.millrace.v1.DrainResponse\x12>\n\x05Leave\x12\x19.millrace.v1.LeaveRequest\x1a\x1a.millrace.v1.LeaveResponse\x12G\n\x08\x46indPool\x12\x1c.millrace.v1.FindPoolRequest\x1a\x1d.millrace.v1.FindPoolResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17millrace/v1/fleet.proto\x12\x0bmillrace.v1\"\xdc\x02\n\x0fRegisterRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.millrace.v1.MemberKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\x12\x0f\n\x07release\x18\x05 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x06 \x01(\t\x12\x16\n\x0e\x65ngine_release\x18\x07 \x01(\t\x12\x12\n\nworld_size\x18\x08 \x01(\r\x12\x0c\n\x04host\x18\t \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x14\n\x0cmetrics_port\x18\x0b \x01(\r\x12\x15\n\rsessions_port\x18\x0c \x01(\r\x12\x0c\n\x04pool\x18\r \x01(\t\x12+\n\x08previous\x18\x0e \x01(\x0b\x32\x19.millrace.v1.PreviousLife\x12\x11\n\tpartition\x18\x0f \x01(\t\"D\n\x0cPreviousLife\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\r\n\x05\x65nded\x18\x02 \x01(\t\x12\x12\n\nlast_words\x18\x03 \x01(\t\"L\n\x10RegisterResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\x12\x14\n\x0clost_after_s\x18\x03 \x01(\x01\"\xf3\x01\n\x10HeartbeatRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x0c\n\x04\x66ree\x18\x04 \x01(\r\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\x0e\n\x06tokens\x18\x06 \x01(\x04\x12\r\n\x05spans\x18\x07 \x01(\x0c\x12\x12\n\nspan_count\x18\x08 \x01(\r\x12/\n\rjudge_outages\x18\t \x03(\x0b\x32\x18.millrace.v1.JudgeOutage\x12\'\n\x05usage\x18\n \x01(\x0b\x32\x18.millrace.v1.MemberUsage\"\x81\x01\n\x0bMemberUsage\x12%\n\x05hosts\x18\x01 \x03(\x0b\x32\x16.millrace.v1.HostUsage\x12#\n\x04gpus\x18\x02 \x03(\x0b\x32\x15.millrace.v1.GpuUsage\x12\x17\n\ncache_used\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_cache_used\"X\n\tHostUsage\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x15\n\rprocess_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\"\xb9\x01\n\x08GpuUsage\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0b\n\x03gpu\x18\x02 \x01(\t\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x11\n\x04\x62usy\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07power_w\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rtemperature_c\x18\x07 \x01(\x01H\x02\x88\x01\x01\x42\x07\n\x05_busyB\n\n\x08_power_wB\x10\n\x0e_temperature_c\"M\n\x0bJudgeOutage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"F\n\x11HeartbeatResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\r\n\x05\x64rain\x18\x02 \x01(\x08\x12\x13\n\x0bheartbeat_s\x18\x03 \x01(\x01\"!\n\x0c\x44rainRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\"A\n\x0cLeaveRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x03 \x01(\x08\"\x0f\n\rLeaveResponse\"?\n\x0f\x46indPoolRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\"8\n\x10\x46indPoolResponse\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\x11\n\tendpoints\x18\x02 \x03(\t*[\n\nMemberKind\x12\x1b\n\x17MEMBER_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13MEMBER_KIND_TRAINER\x10\x01\x12\x17\n\x13MEMBER_KIND_ROLLOUT\x10\x02\x32\xe5\x02\n\x05\x46leet\x12G\n\x08Register\x12\x1c.millrace.v1.RegisterRequest\x1a\x1d.millrace.v1.RegisterResponse\x12J\n\tHeartbeat\x12\x1d.millrace.v1.HeartbeatRequest\x1a\x1e.millrace.v1.HeartbeatResponse\x12>\n\x05\x44rain\x12\x19.millrace.v1.DrainRequest\x1a\x1a.millrace.v1.DrainResponse\x12>\n\x05Leave\x12\x19.millrace.v1.LeaveRequest\x1a\x1a.millrace.v1.LeaveResponse\x12G\n\x08\x46indPool\x12\x1c.millrace.v1.FindPoolRequest\x1a\x1d.millrace.v1.FindPoolResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.v1.fleet_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MEMBERKIND']._serialized_start=1586
-  _globals['_MEMBERKIND']._serialized_end=1677
+  _globals['_MEMBERKIND']._serialized_start=1605
+  _globals['_MEMBERKIND']._serialized_end=1696
   _globals['_REGISTERREQUEST']._serialized_start=41
-  _globals['_REGISTERREQUEST']._serialized_end=370
-  _globals['_PREVIOUSLIFE']._serialized_start=372
-  _globals['_PREVIOUSLIFE']._serialized_end=440
-  _globals['_REGISTERRESPONSE']._serialized_start=442
-  _globals['_REGISTERRESPONSE']._serialized_end=518
-  _globals['_HEARTBEATREQUEST']._serialized_start=521
-  _globals['_HEARTBEATREQUEST']._serialized_end=764
-  _globals['_MEMBERUSAGE']._serialized_start=767
-  _globals['_MEMBERUSAGE']._serialized_end=896
-  _globals['_HOSTUSAGE']._serialized_start=898
-  _globals['_HOSTUSAGE']._serialized_end=986
-  _globals['_GPUUSAGE']._serialized_start=989
-  _globals['_GPUUSAGE']._serialized_end=1174
-  _globals['_JUDGEOUTAGE']._serialized_start=1176
-  _globals['_JUDGEOUTAGE']._serialized_end=1253
-  _globals['_HEARTBEATRESPONSE']._serialized_start=1255
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1325
-  _globals['_DRAINREQUEST']._serialized_start=1327
-  _globals['_DRAINREQUEST']._serialized_end=1360
-  _globals['_DRAINRESPONSE']._serialized_start=1362
-  _globals['_DRAINRESPONSE']._serialized_end=1377
-  _globals['_LEAVEREQUEST']._serialized_start=1379
-  _globals['_LEAVEREQUEST']._serialized_end=1444
-  _globals['_LEAVERESPONSE']._serialized_start=1446
-  _globals['_LEAVERESPONSE']._serialized_end=1461
-  _globals['_FINDPOOLREQUEST']._serialized_start=1463
-  _globals['_FINDPOOLREQUEST']._serialized_end=1526
-  _globals['_FINDPOOLRESPONSE']._serialized_start=1528
-  _globals['_FINDPOOLRESPONSE']._serialized_end=1584
-  _globals['_FLEET']._serialized_start=1680
-  _globals['_FLEET']._serialized_end=2037
+  _globals['_REGISTERREQUEST']._serialized_end=389
+  _globals['_PREVIOUSLIFE']._serialized_start=391
+  _globals['_PREVIOUSLIFE']._serialized_end=459
+  _globals['_REGISTERRESPONSE']._serialized_start=461
+  _globals['_REGISTERRESPONSE']._serialized_end=537
+  _globals['_HEARTBEATREQUEST']._serialized_start=540
+  _globals['_HEARTBEATREQUEST']._serialized_end=783
+  _globals['_MEMBERUSAGE']._serialized_start=786
+  _globals['_MEMBERUSAGE']._serialized_end=915
+  _globals['_HOSTUSAGE']._serialized_start=917
+  _globals['_HOSTUSAGE']._serialized_end=1005
+  _globals['_GPUUSAGE']._serialized_start=1008
+  _globals['_GPUUSAGE']._serialized_end=1193
+  _globals['_JUDGEOUTAGE']._serialized_start=1195
+  _globals['_JUDGEOUTAGE']._serialized_end=1272
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1274
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1344
+  _globals['_DRAINREQUEST']._serialized_start=1346
+  _globals['_DRAINREQUEST']._serialized_end=1379
+  _globals['_DRAINRESPONSE']._serialized_start=1381
+  _globals['_DRAINRESPONSE']._serialized_end=1396
+  _globals['_LEAVEREQUEST']._serialized_start=1398
+  _globals['_LEAVEREQUEST']._serialized_end=1463
+  _globals['_LEAVERESPONSE']._serialized_start=1465
+  _globals['_LEAVERESPONSE']._serialized_end=1480
+  _globals['_FINDPOOLREQUEST']._serialized_start=1482
+  _globals['_FINDPOOLREQUEST']._serialized_end=1545
+  _globals['_FINDPOOLRESPONSE']._serialized_start=1547
+  _globals['_FINDPOOLRESPONSE']._serialized_end=1603
+  _globals['_FLEET']._serialized_start=1699
+  _globals['_FLEET']._serialized_end=2056
 # @@protoc_insertion_point(module_scope)

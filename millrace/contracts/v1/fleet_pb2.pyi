@@ -17,7 +17,7 @@ MEMBER_KIND_TRAINER: MemberKind
 MEMBER_KIND_ROLLOUT: MemberKind
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("member_id", "kind", "address", "protocol_version", "release", "engine", "engine_release", "world_size", "host", "device", "metrics_port", "sessions_port", "pool", "previous")
+    __slots__ = ("member_id", "kind", "address", "protocol_version", "release", "engine", "engine_release", "world_size", "host", "device", "metrics_port", "sessions_port", "pool", "previous", "partition")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class RegisterRequest(_message.Message):
     SESSIONS_PORT_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     kind: MemberKind
     address: str
@@ -46,7 +47,8 @@ class RegisterRequest(_message.Message):
     sessions_port: int
     pool: str
     previous: PreviousLife
-    def __init__(self, member_id: _Optional[str] = ..., kind: _Optional[_Union[MemberKind, str]] = ..., address: _Optional[str] = ..., protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., engine: _Optional[str] = ..., engine_release: _Optional[str] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., metrics_port: _Optional[int] = ..., sessions_port: _Optional[int] = ..., pool: _Optional[str] = ..., previous: _Optional[_Union[PreviousLife, _Mapping]] = ...) -> None: ...
+    partition: str
+    def __init__(self, member_id: _Optional[str] = ..., kind: _Optional[_Union[MemberKind, str]] = ..., address: _Optional[str] = ..., protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., engine: _Optional[str] = ..., engine_release: _Optional[str] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., metrics_port: _Optional[int] = ..., sessions_port: _Optional[int] = ..., pool: _Optional[str] = ..., previous: _Optional[_Union[PreviousLife, _Mapping]] = ..., partition: _Optional[str] = ...) -> None: ...
 
 class PreviousLife(_message.Message):
     __slots__ = ("member_id", "ended", "last_words")

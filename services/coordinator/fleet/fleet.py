@@ -2,21 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterator
 
 import structlog
 
 from millrace.contracts.method import Request, Response, Unary
 from millrace.contracts.v1 import fleet_pb2
 from millrace.errors import InvalidState, NotFound, Unavailable
-from millrace.ids import Epoch, JobId, MemberId
+from millrace.ids import Epoch, MemberId
 from millrace.rest import FleetView, MemberKind
-from millrace.spec.pool import ROLLOUT
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.deadlines import DEADLINES_S
-from services.coordinator.state.bell import Bell, waited
-from services.coordinator.state.member import KINDS, Configured, Member, Patience, Pulse, Unconfigured, Weights
+from services.coordinator.state.bell import Bell
+from services.coordinator.state.member import KINDS, Member, Patience, Pulse
 from services.coordinator.store import Store, StoreDown
 
 log = structlog.get_logger(__name__)
@@ -28,8 +26,6 @@ HUNG_AFTER = 6.0
 """A silent member whose address still takes connections counts as busy for this many times lost_after_s."""
 LOST_SHOWN_S = 120.0
 """How long a lost member is still shown."""
-LONGEST_WAIT_S = 30.0
-"""Longest wait for the replicas of a pool."""
 LONGEST_WORDS = 4000
 """Characters of a member's last words that are kept."""
 LONGEST_RETRY_S = 60.0
@@ -38,6 +34,7 @@ LONGEST_RETRY_S = 60.0
 
 Gone = Callable[[Member, str], Awaitable[None]]
 LastWords = Callable[[MemberId, str], Awaitable[None]]
+MOST_PARTITIONS = 64
 
 
 class Fleet:
@@ -48,14 +45,16 @@ class Fleet:
         self.epoch = Epoch(0)
         self.bell = Bell()
         """Rings at every change of the fleet."""
-        self.deadlines = dict(DEADLINES_S)
         self._store = store
         self._members: dict[MemberId, Member] = {}
         self._lost: dict[MemberId, Member] = {}
         self._peers: dict[MemberId, Peer] = {}
+        self._deadlines: dict[str, dict[str, float]] = {}
         self._on_gone: list[Gone] = []
         self._on_drain: list[Callable[[Member], None]] = []
         self._on_last_words: list[LastWords] = []
+        self._on_partition: list[Callable[[str], None]] = []
+        self._partitions: set[str] = set()
 
     def on_gone(self, call: Gone) -> None:
         """Registers `call(member, why)`, which runs after a member was lost, has left, or was cut."""
@@ -69,6 +68,24 @@ class Fleet:
         """Registers `call(member)`, which runs as soon as a member drains."""
         self._on_drain.append(call)
 
+    def on_partition(self, call: Callable[[str], None]) -> None:
+        """Registers `call(name)`, which runs once for each partition, before its first member is in the fleet."""
+        self._on_partition.append(call)
+        for name in sorted(self._partitions):
+            call(name)
+
+    def add_partition(self, name: str) -> None:
+        """Makes the partition known, if it is not. It stays until the coordinator ends. Raises InvalidState if there
+        are too many."""
+        if name in self._partitions:
+            return
+        if len(self._partitions) >= MOST_PARTITIONS:
+            what = f"the partition {name} would be one more than the {MOST_PARTITIONS} that a fleet can have."
+            raise InvalidState(what, "use the name of another one, or start the coordinator again without those.")
+        self._partitions.add(name)
+        for call in self._on_partition:
+            call(name)
+
     async def load(self) -> None:
         """Reads the members from the store. Those that are gone will be found by their silence."""
         self.epoch, members = await self._store.members.all()
@@ -76,6 +93,7 @@ class Fleet:
         self._members = {member.id: member for member in known}
         for member in known:
             member.lost_after_s = self.patience_now.lost_after_s
+            self.add_partition(member.partition)
 
     @property
     def patience_now(self) -> Patience:
@@ -96,10 +114,14 @@ class Fleet:
         if request.kind not in KINDS or not request.member_id or ":" not in request.address:
             what = f"member {request.member_id!r} at {request.address!r} of kind {request.kind} cannot be registered."
             raise InvalidState(what, "send an id, host:port and a kind.")
-        if (known := self._members.get(MemberId(request.member_id))) and known.address == request.address:
+        member = Member.of(request)
+        if (known := self._members.get(member.id)) and known.partition != member.partition:
+            what = f"{member.id} is of the partition {known.partition}, and registers in {member.partition}."
+            raise InvalidState(what, "end its process and start it again: a member stays in its partition.")
+        if known and known.address == request.address:
             known.pulse, known.lost_after_s = Pulse(), self.patience_now.lost_after_s
             return self.epoch
-        member = Member.of(request)
+        self.add_partition(member.partition)
         if request.HasField("previous"):
             await self._hear(request.previous)
         for old in [m for m in self._members.values() if m.address == member.address and m.id != member.id]:
@@ -109,7 +131,14 @@ class Fleet:
         self._members[member.id] = member
         member.lost_after_s = self.patience_now.lost_after_s
         self._lost.pop(member.id, None)
-        log.info("member joined", member=member.id, address=member.address, engine=member.engine, epoch=self.epoch)
+        log.info(
+            "member joined",
+            member=member.id,
+            address=member.address,
+            engine=member.engine,
+            partition=member.partition,
+            epoch=self.epoch,
+        )
         self.bell.ring()
         return self.epoch
 
@@ -228,36 +257,8 @@ class Fleet:
         """Raises the epoch: answers to earlier publications are refused from now on."""
         self.epoch = await self._store.members.grow()
 
-    async def recall(self, job_id: JobId, spec: str) -> None:
-        """Replicas that were configured for the job with another spec have to be configured again."""
-        for member in [m for m in self._members.values() if m.ready_for(job_id)]:
-            if member.configured is not None and member.configured.spec != spec:
-                member.weights = member.configured = None
-                await self._store.members.put(member.id, member.to_json())
-
-    async def configured(self, member: Member, configured: Configured) -> None:
-        """The member's engine is ready for a job. It has no weights yet."""
-        member.configured, member.weights, member.failures, member.unconfigured = configured, None, 0, None
-        await self._store.members.put(member.id, member.to_json())
-        self.bell.ring()
-
-    async def refused(self, member: Member, refusal: Unconfigured) -> None:
-        """The member refused a job as invalid. It has left the job before, and can be configured for another one."""
-        member.configured, member.weights, member.unconfigured = None, None, refusal
-        if not member.gone.is_set():
-            await self._store.members.put(member.id, member.to_json())
-
-    async def hold(self, weights: Weights, *members: Member) -> None:
-        """The members have verified these weights and serve them."""
-        for member in members:
-            member.weights, member.weights_at, member.failures = weights, time.monotonic(), 0
-        await self._store.members.put_all({member.id: member.to_json() for member in members})
-
-    async def hold_base(self, *members: Member) -> None:
-        """The members have verified the base of their job's adapter. They do not serve it alone."""
-        for member in members:
-            if member.configured is not None:
-                member.configured = replace(member.configured, has_base=True)
+    async def keep(self, *members: Member) -> None:
+        """Stores the members as they are now."""
         await self._store.members.put_all({member.id: member.to_json() for member in members})
 
     # Reading, and calling members.
@@ -268,32 +269,13 @@ class Fleet:
             return member
         raise NotFound(f"{member_id} is not in the fleet.", "list the members with `millrace fleet` or GET /v1/fleet.")
 
-    @property
-    def trainer(self) -> Member | None:
-        """The trainer that registered first. Other trainers wait until it is gone."""
-        trainers = (m for m in self._members.values() if m.kind is MemberKind.TRAINER and not m.draining)
-        return next(trainers, None)
+    def of_kind(self, kind: MemberKind) -> Iterator[Member]:
+        """The members of all partitions that are of a kind, those first that joined first."""
+        return (member for member in self._members.values() if member.kind is kind)
 
-    @property
-    def replicas(self) -> list[Member]:
-        """Replicas that generate and are not draining."""
-        return self.pool(ROLLOUT)
-
-    def pool(self, name: str) -> list[Member]:
-        """The replicas of a pool that are not draining."""
-        return [m for m in self._members.values() if (m.kind, m.pool, m.draining) == (MemberKind.ROLLOUT, name, False)]
-
-    async def find_pool(self, name: str, job_id: JobId, wait_s: float) -> list[Member]:
-        """The replicas of a pool that are ready for a job. Waits up to `wait_s` while there are none."""
-        deadline = time.monotonic() + min(wait_s, LONGEST_WAIT_S)
-        while True:
-            ring, ready = self.bell.next(), [m for m in self.pool(name) if m.ready_for(job_id)]
-            if ready or not await waited(ring, deadline - time.monotonic()):
-                return ready
-
-    def ready_for(self, job_id: JobId) -> list[Member]:
-        """Replicas that are configured for the job."""
-        return [m for m in self.replicas if m.ready_for(job_id)]
+    def deadlines(self, partition: str) -> dict[str, float]:
+        """Deadlines of calls to the members of a partition, in seconds by method."""
+        return self._deadlines.setdefault(partition, dict(DEADLINES_S))
 
     async def call(self, member: Member, method: Unary[Request, Response], request: Request) -> Response:
         """Calls a member. Raises as Peer.call, and Unavailable as soon as the member is lost."""
@@ -301,7 +283,9 @@ class Fleet:
         if member.gone.is_set():
             raise lost
         if member.id not in self._peers:
-            self._peers[member.id] = Peer(member.address, self.deadlines, self._store.leadership.epoch)
+            self._peers[member.id] = Peer(
+                member.address, self.deadlines(member.partition), self._store.leadership.epoch
+            )
         try:
             answer = await self._peers[member.id].call(method, request)
             member.heard_at = time.monotonic()

@@ -7,7 +7,7 @@ from millrace.contracts.methods import TrainerRpc
 from millrace.contracts.v1 import trainer_pb2
 from millrace.errors import Fenced, Unavailable
 from millrace.ids import JobId, Version
-from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.partition import Partition
 from services.coordinator.state.member import Member
 
 
@@ -19,7 +19,7 @@ class TrainerLost(Unavailable):
 class Trainer:
     """Calls the trainer that was in charge at the last `take`, and no other."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Partition) -> None:
         self.turn = asyncio.Lock()
         """Held while the trainer steps, publishes, saves or loads, and until the ledger knows of it."""
         self._fleet = fleet

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from millrace.admission.submission import left_checkpoints, with_output
 from millrace.errors import InvalidJob, InvalidState, Mistake, wrong_value
 from millrace.events import JobWaiting
 from millrace.ids import JobId, new_job_id
-from millrace.rest import JobState, WaitingFor
+from millrace.rest import JobState, WaitingFor, WaitingView
 from millrace.rest.users import FLEET
 from millrace.spec import JobSpec, parse
 from millrace.spec.document import merged
@@ -26,8 +26,7 @@ from millrace.validation.kinds import leaves
 from services.coordinator.jobs.deletion import Deletion
 from services.coordinator.observe.events import Events
 from services.coordinator.state.bell import Bell
-from services.coordinator.state.job import ACTIVE, ENDED, JobRecord, Wanted, refusal
-from services.coordinator.state.waiting import CurrentJob
+from services.coordinator.state.job import ACTIVE, ENDED, JobRecord, Wanted, placement, refusal
 from services.coordinator.store import Store
 
 CHANGEABLE = {
@@ -47,6 +46,8 @@ CHANGEABLE = {
     "schedule.keep_best": False,
     "schedule.stop_when": False,
     "schedule.save_in_background": True,
+    "schedule.partition": False,
+    "schedule.priority": False,
     "schedule.steps": True,
     "model.use_shm": True,
     "trainer.token_budget": True,
@@ -89,17 +90,19 @@ def _paths(changes: Mapping[str, Any], above: str = "") -> Iterator[str]:
             yield above + name
 
 
+Waits = Callable[[JobRecord], WaitingView | None]
 RUNS = [JobState.STARTING, JobState.RUNNING]
 
 
 class Control:
     """Changes what the store holds of a job, and wakes the job's loop, which carries the change out."""
 
-    def __init__(self, store: Store, events: Events, bell: Bell, turn: CurrentJob) -> None:
+    def __init__(self, store: Store, events: Events, bell: Bell, waits_for: Waits) -> None:
+        """`waits_for`: what a job waits for."""
         self._store = store
         self._events = events
         self._bell = bell
-        self._turn = turn
+        self._waits_for = waits_for
         self._admitting = asyncio.Lock()
         """Held while the output folder of a job is compared with those of all others, until the job is queued."""
         self.deletion = Deletion(store, self._admitting)
@@ -130,6 +133,7 @@ class Control:
             tags_json=json.dumps(spec.tags),
             notes=spec.notes,
             user=user,
+            **placement(spec),
         )
         async with self._admitting:
             if not await self._store.jobs.knows(idempotency_key) and (
@@ -149,11 +153,10 @@ class Control:
         return await asyncio.to_thread(lambda: list(_output_mistakes(output, users, user)))
 
     async def _tell_queue(self, job: JobRecord) -> None:
-        """Adds an event if the job's turn comes after that of another one."""
-        first = self._turn.job
-        if first is not None and first.id != job.id:
-            message = f"waits: its turn comes after {first.named_for(job)}"
-            await self._events.add(job.id, JobWaiting(reason=WaitingFor.EARLIER_JOB), message)
+        """Adds an event if the job's turn does not come at once."""
+        found = self._waits_for(job)
+        if found is not None and found.reason in (WaitingFor.EARLIER_JOB, WaitingFor.QUOTA):
+            await self._events.add(job.id, JobWaiting(reason=found.reason), f"waits: {found.message}")
 
     async def note(self, job_id: str, tags: Sequence[str] | None, notes: str | None) -> JobRecord:
         """Replaces the job's tags, its notes, or both, in any state. Raises NotFound."""
@@ -215,7 +218,8 @@ class Control:
         cleared: dict[str, Any] = dict.fromkeys(("failure", "wanted", "finished_s", "report"), "")
         if changes:
             tree, reload = applied(json.loads(job.spec_json), changes)
-            cleared["spec_json"] = (await asyncio.to_thread(submission.check, tree)).model_dump_json()
+            spec = await asyncio.to_thread(submission.check, tree)
+            cleared |= {"spec_json": spec.model_dump_json(), **placement(spec)}
             if reload:
                 cleared["configuration"] = ""  # no trainer has loaded this spec
             if gives_token_budget(changes):

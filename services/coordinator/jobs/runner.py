@@ -1,4 +1,4 @@
-"""Runs jobs, one after another: takes the next, runs its loop, and records how it ended.
+"""Runs jobs, one after another in each partition: takes the next, runs its loop, and records how it ended.
 
 Where the loop is interrupted by something that is not the job's fault (Redis, the trainer, a restart of this process),
 the answer is always the same: wait until that is back, and start the loop again from what the store holds.
@@ -15,21 +15,20 @@ import structlog
 from millrace import events, hub
 from millrace.data import PromptSource, open_section
 from millrace.drops import DropReason
-from millrace.errors import InvalidState, MillraceError, Unavailable
+from millrace.errors import MillraceError, Unavailable
 from millrace.ids import JobId
 from millrace.rest import JobState
-from millrace.telemetry.spans.context import TraceContext
-from millrace.telemetry.spans.kinds import SpanKind
-from millrace.telemetry.spans.recorder import RECORDER
 from services.coordinator.fleet.trainer import TrainerLost
 from services.coordinator.jobs.loop import train
+from services.coordinator.jobs.placing import Placing
+from services.coordinator.jobs.waiting import JobViews, WaitingEvents
 from services.coordinator.stages.checkpoint import recover
 from services.coordinator.stages.checkpoint_copies import copies_done
 from services.coordinator.stages.report import report
 from services.coordinator.stages.run import Cancelled, Components, Run
 from services.coordinator.state.bell import waited
 from services.coordinator.state.faults import TRAINER_BUDGET
-from services.coordinator.state.job import ACTIVE, JobRecord
+from services.coordinator.state.job import JobRecord
 from services.coordinator.store import StoreDown, Superseded
 
 log = structlog.get_logger(__name__)
@@ -38,11 +37,35 @@ WORDS_S = 5.0
 LOOK_EVERY_S = 5.0
 
 
-class Runner:
-    """Runs the jobs of the store."""
+async def run_partitions(placing: Placing) -> None:
+    """Runs the jobs of all partitions, of a new one as soon as it has a member. Raises Superseded."""
+    views, begun, tasks = JobViews(placing), set[str](), set[asyncio.Task[None]]()
+    try:
+        while True:
+            another = asyncio.create_task(placing.added.next().wait())
+            for name in placing.partitions.keys() - begun:
+                each = placing.partitions[name]
+                work = (each.queue.expire(), WaitingEvents(each, views).run(), Runner(each, placing).run())
+                tasks |= {asyncio.create_task(one) for one in work}
+                begun.add(name)
+            try:
+                done, _ = await asyncio.wait({*tasks, another}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                another.cancel()
+            for task in done & tasks:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def __init__(self, components: Components) -> None:
+
+class Runner:
+    """Runs the jobs of one partition."""
+
+    def __init__(self, components: Components, placing: Placing) -> None:
         self._components = components
+        self._placing = placing
 
     async def run(self) -> None:
         """Runs jobs until cancelled. Raises Superseded."""
@@ -50,7 +73,7 @@ class Runner:
             ring = self._components.control.next()
             try:
                 await self._components.store.leadership.still_ours()
-                if job := await self._next():
+                if job := await self._placing.next(self._components):
                     await self._run_job(job)
                     continue
             except StoreDown as error:
@@ -58,27 +81,6 @@ class Runner:
                 await self._components.store.connection.wait_until_up()
                 continue
             await waited(ring, LOOK_EVERY_S if self._components.fleet.trainer else 1.0)
-
-    async def _next(self) -> JobRecord | None:
-        """The job that has begun; else the oldest that is queued, if there is a trainer for it."""
-        store, turn = self._components.store, self._components.turn
-        begun = await store.index.oldest(*ACTIVE)
-        first = begun or await store.index.oldest(JobState.QUEUED)
-        turn.job = await store.jobs.get(first) if first else None
-        if begun:
-            return turn.job
-        if turn.job is None or self._components.fleet.trainer is None:
-            return None
-        queued = turn.job.id
-        message = "starting: trainer and replicas load the model"
-        try:
-            started = turn.job.clock(time.time())
-            await self._components.events.move(queued, JobState.STARTING, message, **started)
-        except InvalidState:  # it was cancelled meanwhile
-            return None
-        began_s = turn.job.since_s or turn.job.created_s
-        RECORDER.past(SpanKind.JOB_QUEUE, TraceContext.of_step(queued, 0, 0), began_s, time.time())
-        return await store.jobs.get(queued)
 
     async def _run_job(self, job: JobRecord) -> None:
         """Runs a job to its end, or until the trainer is lost: then the job is still active.
@@ -107,7 +109,7 @@ class Runner:
         finally:
             if not goes_on:
                 self._components.queue.running_job = None
-            self._components.turn.job = None
+            self._components.turn.over()
             self._components.trainer.release()
 
     async def _opened(self, job: JobRecord) -> Run:

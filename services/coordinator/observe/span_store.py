@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from millrace.ids import JobId, MemberId
+from millrace.rest.fleet import DEFAULT_PARTITION
 from millrace.rest.timeline import TimelineView
 from millrace.telemetry.spans.batches import MOST_AT_ONCE, Batch, decode, encode
 from millrace.telemetry.spans.kinds import LaneKind
@@ -28,7 +29,7 @@ KEPT_STEPS = 50
 STEP_BYTES = 512 << 10
 """Most bytes of spans of one step: some 25,000 spans. So a job's spans take at most 25 MiB of Redis's memory."""
 MOST_WAITING = 1000
-"""Batches of members that wait to be stored."""
+"""Batches of the members of a partition that wait to be stored."""
 LARGEST_BATCH = 256 << 10
 """Largest batch of a member, compressed."""
 LATE_S = 10.0
@@ -44,27 +45,29 @@ class SpanStore:
         self,
         store: Store,
         prometheus: PrometheusMetrics,
-        running: Callable[[], Place | None],
+        running: Callable[[str], Place | None],
         recorder: Recorder = RECORDER,
     ) -> None:
-        """`running`: the job that runs and the step in progress; None while none runs."""
+        """`running`: the job that runs in a partition and the step in progress; None while none runs."""
         self._store = store
         self._prometheus = prometheus
         self._running = running
         self._recorder = recorder
-        self._place: Place | None = None
-        """The job of the last spans: a job's last ones come after its end."""
-        self._waiting: deque[tuple[bytes, int]] = deque()
+        self._places: dict[str, Place] = {}
+        """By partition the job of the last spans: a job's last ones come after its end."""
+        self._waiting: dict[str, deque[tuple[bytes, int]]] = {}
+        """By partition."""
         self._bytes: Counter[Place] = Counter()
 
-    def received(self, batch: bytes, count: int) -> None:
-        """Takes a member's batch of `count` spans."""
+    def received(self, partition: str, batch: bytes, count: int) -> None:
+        """Takes a batch of `count` spans of a member of the partition."""
         if not batch:
             return
-        if len(batch) > LARGEST_BATCH or len(self._waiting) >= MOST_WAITING:
+        waiting = self._waiting.setdefault(partition, deque())
+        if len(batch) > LARGEST_BATCH or len(waiting) >= MOST_WAITING:
             self._prometheus.dropped_spans(count)
         else:
-            self._waiting.append((batch, count))
+            waiting.append((batch, count))
 
     async def run(self) -> None:
         """Stores what comes, until it is cancelled."""
@@ -77,23 +80,25 @@ class SpanStore:
 
     async def flush(self) -> None:
         """Stores what waits. Raises StoreDown; what was being stored is lost then."""
-        self._place = self._running() or self._place
         by_place: dict[Place, list[tuple[bytes, int]]] = {}
-        if self._place is not None and self._waiting:
-            by_place[self._place] = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        for partition in {DEFAULT_PARTITION, *self._waiting}:
+            if (at := self._running(partition) or self._places.get(partition)) is not None:
+                self._places[partition] = at
+                if waiting := self._waiting.pop(partition, None):
+                    by_place[at] = list(waiting)
         spans, dropped = self._recorder.take(MOST_AT_ONCE)
         by_job: dict[str, list[Span]] = {}
         for span in spans:
             by_job.setdefault(span.context.job_id, []).append(span)
         for job, own in by_job.items():
-            place = self._place if self._place is not None and self._place[0] == job else (JobId(job), 0)
+            place = next((each for each in self._places.values() if each[0] == job), (JobId(job), 0))
             batch = Batch(COORDINATOR, LaneKind.COORDINATOR, own)
             by_place.setdefault(place, []).append((encode(batch), len(own)))
         if dropped:
             self._prometheus.dropped_spans(dropped)
         for place, batches in by_place.items():
-            if kept := self._fitting(place, batches):
-                await self._store.records(place[0]).add_spans(place[1], kept, KEPT_STEPS)
+            if fitting := self._fitting(place, batches):
+                await self._store.records(place[0]).add_spans(place[1], fitting, KEPT_STEPS)
 
     def _fitting(self, place: Place, batches: Sequence[tuple[bytes, int]]) -> list[bytes]:
         """The batches for which the step still has room."""
@@ -104,8 +109,8 @@ class SpanStore:
                 continue
             self._bytes[place] += len(batch)
             kept.append(batch)
-        if len(self._bytes) > 2 * KEPT_STEPS:
-            self._bytes = Counter({place: self._bytes[place]})
+        if len(self._bytes) > 2 * KEPT_STEPS * max(1, len(self._places)):
+            self._bytes = Counter({each: self._bytes[each] for each in {place, *self._places.values()}})
         return kept
 
     async def timeline(self, job: JobRecord, from_step: int | None, to_step: int | None) -> TimelineView:

@@ -17,7 +17,7 @@ from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans.manifest import Content
-from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.partition import Partition
 from services.coordinator.fleet.trainer import TrainerLost
 from services.coordinator.publication.senders import Sender
 from services.coordinator.state.member import Member
@@ -62,7 +62,7 @@ class Attempt:
     receivers: list[Member]
     deadline: float
     """A time of the event loop's clock."""
-    fleet: Fleet
+    fleet: Partition
     sender: Sender
     background: BackgroundCalls
     whole: bool = True

@@ -12,7 +12,7 @@ from millrace.errors import InvalidJob, MillraceError, Mistake, Unavailable
 from millrace.spec.pool import ROLLOUT
 from millrace.telemetry.spans.context import TraceContext, within
 from millrace.wire.enums import missing_of
-from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.partition import Partition
 from services.coordinator.observe.events import Events
 from services.coordinator.state.job import JobRecord
 from services.coordinator.state.member import Configured, Member, Unconfigured
@@ -32,7 +32,7 @@ class Configuring:
         job: JobRecord,
         pool: str,
         store: Store,
-        fleet: Fleet,
+        fleet: Partition,
         events: Events,
         context: Callable[[], TraceContext],
     ) -> None:

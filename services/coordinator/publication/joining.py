@@ -17,7 +17,7 @@ from millrace.spec.pool import ROLLOUT
 from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
-from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.partition import Partition
 from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.observe.events import Events
 from services.coordinator.publication.configuring import Configuring
@@ -38,7 +38,7 @@ class Joining:
     """Serves one job. `run()` does not return by itself; cancelling it cancels the configurations in progress."""
 
     def __init__(
-        self, job: JobRecord, store: Store, fleet: Fleet, trainer: Trainer, publisher: Publisher, events: Events
+        self, job: JobRecord, store: Store, fleet: Partition, trainer: Trainer, publisher: Publisher, events: Events
     ) -> None:
         self.job = job
         """The job's record, which the loop replaces with every version."""

@@ -14,7 +14,7 @@ from millrace.errors import PublicationFailed
 from millrace.ids import JobId, MemberId
 from millrace.spec.pool import ROLLOUT
 from millrace.weights.plans.manifest import Content
-from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.partition import Partition
 from services.coordinator.fleet.trainer import Trainer, TrainerLost
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
@@ -38,7 +38,7 @@ class Publisher:
     """Runs one publication from the trainer, or one copy between replicas, at a time."""
 
     def __init__(
-        self, store: Store, fleet: Fleet, trainer: Trainer, events: Events, prometheus: PrometheusMetrics
+        self, store: Store, fleet: Partition, trainer: Trainer, events: Events, prometheus: PrometheusMetrics
     ) -> None:
         self._store = store
         self._fleet = fleet

@@ -8,7 +8,7 @@ from millrace.contracts.methods import RolloutRpc, TrainerRpc
 from millrace.contracts.v1 import trainer_pb2
 from millrace.errors import Unavailable
 from millrace.events import Source
-from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.partition import Partition
 from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.state.member import Member
 
@@ -82,7 +82,7 @@ class SiblingSender:
     can_gather = False
     is_copy = True
 
-    def __init__(self, member: Member, fleet: Fleet) -> None:
+    def __init__(self, member: Member, fleet: Partition) -> None:
         self._member = member
         self._fleet = fleet
 

@@ -19,7 +19,7 @@ from services.coordinator.rest.middleware import MOST_REQUESTS, Audited, InProgr
 from services.coordinator.rest.problems import install
 from services.coordinator.rest.roles import check_table
 from services.coordinator.rest.schema import CALLERS, EVERYWHERE, Application, Responses, error_responses
-from services.coordinator.stages.run import Components
+from services.coordinator.stages.run import Shared
 from services.coordinator.webhooks import Webhooks
 
 ABOUT = """Reinforcement-learning post-training of language models as three services.
@@ -45,41 +45,41 @@ class ScrapeTarget(BaseModel):
     labels: dict[str, str]
 
 
-def application(components: Components, control: Control, views: JobViews, webhooks: Webhooks, name: str) -> FastAPI:
+def application(shared: Shared, control: Control, views: JobViews, webhooks: Webhooks, name: str) -> FastAPI:
     """The application of one coordinator. `name` is the host that it listens at."""
     app = Application(
         title="Millrace", version=__version__, description=ABOUT, docs_url=None, redoc_url=None, responses=EVERYWHERE
     )
     install(app)
-    app.add_middleware(Audited, log=components.store.audit)
+    app.add_middleware(Audited, log=shared.store.audit)
     app.add_middleware(InProgress, most=MOST_REQUESTS)
-    app.add_middleware(Timed, observe=components.prometheus.requested)
+    app.add_middleware(Timed, observe=shared.prometheus.requested)
     secret = token()
-    allowed = [Depends(users.bearer(secret, components.store.users))]
-    app.state.index = components.store.index
+    allowed = [Depends(users.bearer(secret, shared.store.users))]
+    app.state.index = shared.store.index
     if not secret:
         names = (name, os.environ.get("MILLRACE_HOST", ""), socket.gethostname())
         allowed.append(Depends(users.no_foreign_page(names)))
     routers = (
-        jobs.routes(components.store, control, views, components.events),
-        timeline.routes(components.store, components.spans),
-        jobs.webhook_routes(components.store, webhooks),
-        fleet.routes(components.fleet, components.queue),
+        jobs.routes(shared.store, control, views, shared.events),
+        timeline.routes(shared.store, shared.spans),
+        jobs.webhook_routes(shared.store, webhooks),
+        fleet.routes(shared.whole_fleet, shared.queues),
         reading.routes(),
-        users.routes(components.store.users, components.store.audit),
+        users.routes(shared.store.users, shared.store.audit),
     )
     for router in routers:
         app.include_router(router, dependencies=allowed, responses=CALLERS)
     # Newer releases of FastAPI do not list the endpoints of a router in `app.routes`.
     app.state.endpoints = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     check_table({(method, route.path) for route in app.state.endpoints for method in route.methods})
-    _operations(app, components)
+    _operations(app, shared)
     pages.add(app)
     pages.add_page(app)
     return app
 
 
-def _operations(app: FastAPI, components: Components) -> None:
+def _operations(app: FastAPI, shared: Shared) -> None:
     @app.get("/healthz", tags=["operations"])
     async def healthz() -> Health:
         """Whether the process runs."""
@@ -89,9 +89,9 @@ def _operations(app: FastAPI, components: Components) -> None:
     async def readyz() -> Health:
         """Whether the coordinator can take jobs: whether it reaches its Redis."""
         try:
-            await components.store.connection.check()
+            await shared.store.connection.check()
         except RedisError as error:
-            what = f"Redis at {components.store.connection.name} takes no writes: {error}."
+            what = f"Redis at {shared.store.connection.name} takes no writes: {error}."
             raise Unavailable(what, "start Redis again.") from error
         return Health(status="ready")
 
@@ -103,13 +103,13 @@ def _operations(app: FastAPI, components: Components) -> None:
     )
     async def metrics() -> Response:
         """Metrics in Prometheus's text format, of the jobs that are active or have ended lately."""
-        text = await components.prometheus.page(components.store, components.fleet.view({}))
+        text = await shared.prometheus.page(shared.store, shared.whole_fleet.view({}))
         return Response(text, media_type="text/plain; version=0.0.4")
 
     @app.get("/metrics/targets", tags=["operations"])
     async def targets() -> list[ScrapeTarget]:
         """The addresses at which trainer and replicas serve their metrics, for the `http_sd_configs` of Prometheus."""
-        fleet = components.fleet.view({})
+        fleet = shared.whole_fleet.view({})
         present = [m for m in (*fleet.trainers, *fleet.replicas) if m.metrics_address and not m.gone]
         encrypted = {"__scheme__": "https"} if scheme() == "https" else {}
         return [

@@ -12,25 +12,25 @@ from millrace.rest import FleetView, LogLineView, LogView, MemberView
 from millrace.telemetry.logs import MOST_LINES, TAIL, LogLine
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.rest.schema import error_responses
-from services.coordinator.work.queue import Queue
+from services.coordinator.work.queue import Queues
 
 COORDINATOR = "coordinator"
 """Names the coordinator itself if a member's id is asked for."""
 
 
-def routes(fleet: Fleet, queue: Queue) -> APIRouter:
+def routes(fleet: Fleet, queues: Queues) -> APIRouter:
     router = APIRouter(prefix="/v1/fleet", tags=["fleet"])
 
     @router.get("")
     async def show() -> FleetView:
         """Trainers and rollout replicas with their states, weight versions and load; and those lost recently."""
-        return fleet.view(await queue.held())
+        return fleet.view(await queues.held())
 
     @router.post("/{member_id}/drain", responses=error_responses({404: "No such member."}))
     async def drain(member_id: str) -> MemberView:
         """Gives this member no new leases: it finishes those that it holds and leaves the fleet. Idempotent."""
         member = await fleet.drain(member_id)
-        held = await queue.held()
+        held = await queues.held()
         return member.view(held.get(MemberId(member_id), 0))
 
     @router.get(

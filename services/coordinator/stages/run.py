@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Self
 
 from millrace.data import Order, PromptSource
 from millrace.errors import InvalidState, Unavailable
@@ -16,6 +17,7 @@ from millrace.spec.pool import ROLLOUT
 from millrace.telemetry.spans.context import TraceContext
 from millrace.trackers import Tracker
 from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.partition import Partition
 from services.coordinator.fleet.trainer import Trainer, TrainerLost
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
@@ -27,9 +29,11 @@ from services.coordinator.state.bell import Bell, waited
 from services.coordinator.state.faults import Deaths
 from services.coordinator.state.job import JobRecord, Wanted
 from services.coordinator.state.member import Weights
-from services.coordinator.state.waiting import CurrentJob
+from services.coordinator.state.waiting import Turn
 from services.coordinator.store import Store
-from services.coordinator.work.queue import LeaseTerms, Queue, RunningJob
+from services.coordinator.work.deaths import DeathWatch
+from services.coordinator.work.queue import Queue, Queues
+from services.coordinator.work.terms import LeaseTerms, RunningJob
 
 LOOK_EVERY_S = 1.0
 
@@ -38,23 +42,41 @@ class Cancelled(Exception):
     """The job was cancelled."""
 
 
-@dataclass(frozen=True)
-class Components:
-    """The coordinator's components, one of each."""
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """The coordinator's components of which all partitions use the same."""
 
     store: Store
-    fleet: Fleet
-    trainer: Trainer
-    queue: Queue
-    publisher: Publisher
+    whole_fleet: Fleet
+    queues: Queues
     events: Events
-    turn: CurrentJob
     prometheus: PrometheusMetrics
     spans: SpanStore
     control: Bell
     """Rings at every request to a job: submit, cancel, pause, resume."""
     work_address: str
     """host:port of the Work service, as the trainer's ranks reach it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Components(Shared):
+    """What one partition runs its jobs with. A job's loop uses these and changes nothing of another partition."""
+
+    fleet: Partition
+    trainer: Trainer
+    queue: Queue
+    publisher: Publisher
+    turn: Turn
+
+    @classmethod
+    def of(cls, shared: Shared, name: str) -> Self:
+        """Those of a new partition."""
+        members, turn = Partition(shared.whole_fleet, name), Turn()
+        DeathWatch(shared.store, members, turn, shared.events)  # before the queue, whose bell has the loop look at them
+        trainer, queue = Trainer(members), Queue(shared.store, members, shared.events, shared.prometheus)
+        shared.queues.add(name, queue)
+        publisher = Publisher(shared.store, members, trainer, shared.events, shared.prometheus)
+        return cls(**vars(shared), fleet=members, trainer=trainer, queue=queue, publisher=publisher, turn=turn)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from millrace.errors import InvalidState, NotFound
 from millrace.ids import JobId, Version
 from millrace.rest import JobRequest, JobState, JobSummary, JobView, WaitingView, WarningView
 from millrace.rest.coverage import Coverage
+from millrace.rest.fleet import DEFAULT_PARTITION
 from millrace.spec.job import JobSpec
 
 TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
@@ -45,6 +46,12 @@ class Wanted(StrEnum):
 def before(state: JobState) -> list[JobState]:
     """The states from which `state` can be reached."""
     return [s for s, following in TRANSITIONS.items() if state in following]
+
+
+def placement(spec: JobSpec) -> dict[str, Any]:
+    """The fields of a record by which a job gets its partition and its turn, from its spec."""
+    schedule, pools = spec.schedule, ",".join(pool.name for pool in spec.pools)
+    return {"wanted_partition": schedule.partition or "", "priority": schedule.priority, "pools": pools}
 
 
 def no_such_job(job_id: str) -> NotFound:
@@ -131,6 +138,13 @@ class JobRecord:
     user: str = ""
     """Who submitted it; empty if that was without a token."""
     wanted: Wanted = Wanted.NOTHING
+    partition: str = ""
+    """The partition in which it started last; empty: it has not started, or there was only the default one then."""
+    wanted_partition: str = ""
+    """The partition in which it has to run; empty: any whose members can run it."""
+    priority: int = 0
+    pools: str = ""
+    """Names of the pools that it needs besides `rollout`, with commas between them."""
     folder: str = ""
     """The output folder without symbolic links, as it was at the submission. Jobs are indexed by it."""
 
@@ -146,10 +160,25 @@ class JobRecord:
     def spec_for_members(self) -> str:
         """The spec as trainer and replicas get it: without the fields that have their defaults. A member of an earlier
         release refuses fields that it does not know, and so serves every job that does not use one."""
-        spec = self.spec
+        schedule = self.spec.schedule.model_copy(update={"partition": None, "priority": 0})  # of no use to a member
+        spec = self.spec.model_copy(update={"schedule": schedule})
         short = spec.model_dump_json(exclude_defaults=True)
         # A default that says something else than a missing field, which a preset could fill, has to be sent.
         return short if JobSpec.model_validate_json(short) == spec else spec.model_dump_json()
+
+    @property
+    def place(self) -> str:
+        """The partition of a job that has begun."""
+        return self.partition or DEFAULT_PARTITION
+
+    @property
+    def _shown_partition(self) -> str:
+        """The partition that people see: before a start the one that it has to run in."""
+        return self.wanted_partition if self.state is JobState.QUEUED else self.partition
+
+    @property
+    def pool_names(self) -> list[str]:
+        return self.pools.split(",") if self.pools else []
 
     def clock(self, now_s: float) -> dict[str, Any]:
         """The fields `queued_s`, `ran_s` and `since_s` at the Unix time `now_s`, to be stored when the job moves to
@@ -207,6 +236,8 @@ class JobRecord:
             tags=json.loads(self.tags_json),
             notes=self.notes,
             user=self.user,
+            partition=self._shown_partition,
+            priority=self.priority,
             checkpoint=self.checkpoint,
             report=self.report,
             failure=self.failure,

@@ -10,6 +10,7 @@ from millrace.contracts.v1 import fleet_pb2
 from millrace.errors import MillraceError
 from millrace.ids import JobId, MemberId, Version
 from millrace.rest import GpuView, HostView, MemberKind, MemberState, MemberView
+from millrace.rest.fleet import DEFAULT_PARTITION
 from millrace.sandbox.boundaries import Boundary
 from millrace.spec.pool import ROLLOUT
 from services.coordinator.state.faults import place_of
@@ -124,6 +125,8 @@ class Member:
     """Port on the host of `address` at which agents reach their sessions; 0: nowhere."""
     pool: str = ROLLOUT
     """The pool of a replica."""
+    partition: str = DEFAULT_PARTITION
+    """The partition that it works in for its whole life."""
     joined_s: float = field(default_factory=time.time)
     """Unix time."""
     draining: bool = False
@@ -167,6 +170,7 @@ class Member:
             metrics_port=request.metrics_port,
             sessions_port=request.sessions_port,
             pool=request.pool or ROLLOUT,
+            partition=request.partition or DEFAULT_PARTITION,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -186,6 +190,8 @@ class Member:
             "pool",
         )
         tree: dict[str, Any] = {name: getattr(self, name) for name in (*names, "joined_s", "draining")}
+        if self.partition != DEFAULT_PARTITION:  # a coordinator of an earlier release does not know the field
+            tree["partition"] = self.partition
         tree["configured"] = vars(self.configured) if self.configured else None
         tree["weights"] = vars(self.weights) if self.weights else None
         return tree
@@ -262,6 +268,7 @@ class Member:
             id=self.id,
             kind=self.kind,
             pool=self.pool if self.kind is MemberKind.ROLLOUT else "",
+            partition=self.partition,
             address=self.address,
             engine=self.engine,
             engine_release=self.engine_release,

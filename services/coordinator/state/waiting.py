@@ -1,35 +1,45 @@
-"""What a job waits for, from its record, the job whose turn it is, and the fleet. Pure."""
+"""Whose turn it is, and what a job waits for that has begun, from its record and its partition. Pure."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from millrace.rest import JobState, WaitingFor, WaitingView
+from millrace.rest import JobState
+from millrace.rest.waiting import WaitingFor, WaitingView
 from millrace.spec.pool import ROLLOUT
 from services.coordinator.state.job import ENDED, JobRecord
 from services.coordinator.state.member import Member
 
 
-class CurrentJob:
-    """The job whose turn it is: the one that runs, or the first in the queue."""
+@dataclass
+class Turn:
+    """Whose turn it is in one partition."""
 
-    job: JobRecord | None = None
+    running: JobRecord | None = None
+    """The active job."""
+    waiting: JobRecord | None = None
+    """The queued job that comes next, while none is active."""
+
+    @property
+    def job(self) -> JobRecord | None:
+        return self.running or self.waiting
+
+    def over(self) -> None:
+        """The active job has ended, or starts again."""
+        self.running = self.waiting = None
 
 
-def waits_for(
-    job: JobRecord, turn: JobRecord | None, trainer: Member | None, pools: Mapping[str, Sequence[Member]]
-) -> WaitingView | None:
-    """What `job` waits for; None while it works, or has ended. `turn` is the job whose turn it is; `pools` are the
-    replicas that do not drain, of `rollout` and of the pools of the job whose turn it is."""
+NO_TRAINER = "no trainer is connected"
+
+
+def waits_for(job: JobRecord, trainer: Member | None, pools: Mapping[str, Sequence[Member]]) -> WaitingView | None:
+    """What a job waits for that is not in the queue; None while it works, or has ended. `trainer` and `pools` are those
+    of its partition: the replicas that do not drain, of `rollout` and of the pools of the job."""
     if job.state in ENDED:
         return None
     if job.state is JobState.PAUSED:
         return WaitingView(reason=WaitingFor.RESUME, message=f"it is paused: `millrace resume {job.id}` continues it")
-    if job.state is JobState.QUEUED and turn is not None and turn.id != job.id:
-        message = f"its turn comes after {turn.named_for(job)}"
-        return WaitingView(reason=WaitingFor.EARLIER_JOB, message=message)
     if trainer is None:
-        return WaitingView(reason=WaitingFor.TRAINER, message="no trainer is connected")
-    if job.state is JobState.QUEUED:
-        return None
+        return WaitingView(reason=WaitingFor.TRAINER, message=NO_TRAINER)
     if trainer.configuring:
         return WaitingView(reason=WaitingFor.TRAINER_LOADING, message=f"{trainer.id} loads the model")
     if (found := _for_replicas(job, pools[ROLLOUT])) is not None:

@@ -11,7 +11,7 @@ import structlog
 
 from millrace.ids import JobId, Purpose
 from millrace.rest import JobState
-from services.coordinator.state.job import JobRecord
+from services.coordinator.state.job import ACTIVE, JobRecord
 from services.coordinator.store import members as deaths
 from services.coordinator.store import prompts, records
 from services.coordinator.store.connection import Connection, text
@@ -24,7 +24,18 @@ OUTPUT = "millrace:output:"
 REPORTED = "millrace:reported_until"
 FIELDS = tuple(name for name in JobRecord.__dataclass_fields__ if name != "spec_json")
 """Fields of the jobs in a list."""
-NAMES = tuple(name.encode() for name in FIELDS)
+FOR_TURNS = (
+    "id",
+    "name",
+    "state",
+    "created_s",
+    "user",
+    "partition",
+    "wanted_partition",
+    "priority",
+    "pools",
+)
+"""Fields on which it depends which job runs where."""
 LOOKED_AT_ONCE = 500
 AT_ONCE = 100
 """Jobs that one command reads, indexes or looks up."""
@@ -72,23 +83,34 @@ class JobIndex:
 
     async def without_specs(self, ids: Sequence[str]) -> list[JobRecord]:
         """Those of the jobs that exist, without their specs."""
-        found: list[Any] = []
+        return await self._read(ids, FIELDS)
+
+    async def _read(self, ids: Sequence[str], fields: Sequence[str]) -> list[JobRecord]:
+        """Those of the jobs that exist, with these fields; the id is the first of them."""
+        found, names = list[Any](), [name.encode() for name in fields]
         for first in range(0, len(ids), AT_ONCE):
             found += await self._redis.together(
-                *(("HMGET", key(job_id), *FIELDS) for job_id in ids[first : first + AT_ONCE])
+                *(("HMGET", key(job_id), *fields) for job_id in ids[first : first + AT_ONCE])
             )
-        return [record(dict(zip(NAMES, values, strict=True))) for values in found if values[0]]
+        return [record(dict(zip(names, values, strict=True))) for values in found if values[0]]
 
     async def counts(self) -> dict[JobState, int]:
         """The number of jobs in each state."""
         found = await self._redis.together(*(("ZCARD", _of_state(state)) for state in JobState))
         return dict(zip(JobState, found, strict=True))
 
-    async def oldest(self, *states: JobState) -> JobId | None:
-        """The job in one of `states` that was submitted first."""
-        commands = (("ZRANGE", _of_state(state), 0, 0, "WITHSCORES") for state in states)
-        found = [(float(one[1]), text(one[0])) for one in await self._redis.together(*commands) if one]
-        return JobId(min(found)[1]) if found else None
+    async def active(self) -> list[JobRecord]:
+        """The jobs that have a trainer, as far as their turn depends on it: those first that were submitted first."""
+        return await self._for_turns(*ACTIVE)
+
+    async def queued(self) -> list[JobRecord]:
+        """The jobs in the queue, as far as their turn depends on it: those first that were submitted first."""
+        return await self._for_turns(JobState.QUEUED)
+
+    async def _for_turns(self, *states: JobState) -> list[JobRecord]:
+        found = await self._redis.together(*(("ZRANGE", _of_state(state), 0, -1) for state in states))
+        jobs = await self._read([text(i) for ids in found for i in ids], FOR_TURNS)
+        return sorted((job for job in jobs if job.state in states), key=lambda job: job.created_s)
 
     async def in_state(self, state: JobState, limit: int) -> list[JobId]:
         """Up to `limit` jobs in `state`, the newest first."""

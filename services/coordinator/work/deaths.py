@@ -4,12 +4,12 @@
 from millrace import events
 from millrace.ids import MemberId
 from millrace.rest import MemberKind
-from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.partition import Partition
 from services.coordinator.observe.events import Events
 from services.coordinator.state.faults import PLACE_BUDGET
 from services.coordinator.state.job import ACTIVE, JobRecord
 from services.coordinator.state.member import Member
-from services.coordinator.state.waiting import CurrentJob
+from services.coordinator.state.waiting import Turn
 from services.coordinator.store import Store
 
 MOST_SHOWN = 500
@@ -19,7 +19,7 @@ MOST_SHOWN = 500
 class DeathWatch:
     """Hears of every member that is gone, and of the last words that its next life brings."""
 
-    def __init__(self, store: Store, fleet: Fleet, turn: CurrentJob, events: Events) -> None:
+    def __init__(self, store: Store, fleet: Partition, turn: Turn, events: Events) -> None:
         self._store = store
         self._turn = turn
         self._events = events

@@ -5,136 +5,42 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import replace
 
 from millrace import events
-from millrace.admission.choices import needs_greedy_baseline, teacher_top
-from millrace.contracts.trajectories import within
 from millrace.contracts.v1 import common_pb2, work_pb2
 from millrace.drops import Drop, DropReason
 from millrace.errors import NotFound
 from millrace.ids import JobId, MemberId, PromptId, Purpose
-from millrace.spec.job import JobSpec
+from millrace.rest.fleet import DEFAULT_PARTITION
 from millrace.spec.pool import ROLLOUT
 from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
 from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.partition import Partition
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.samples import samples_of
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.faults import PROMPT_BUDGET
-from services.coordinator.state.group import GroupSummary, Wanted, fault
+from services.coordinator.state.group import GroupSummary, fault
 from services.coordinator.state.job import ENDED
 from services.coordinator.state.lease import LeaseRef
-from services.coordinator.state.member import Member, Weights
+from services.coordinator.state.member import Member
 from services.coordinator.store import Prompts, Store, StoreDown
 from services.coordinator.store.prompts import NO_PARTS
 from services.coordinator.work.line import Line
+from services.coordinator.work.terms import BEHIND, EMPTY, LeaseTerms, Offer, RunningJob
 
 LONGEST_WAIT_S = 30.0
 EXPIRE_EVERY_S = 1.0
 
 
-@dataclass(frozen=True)
-class LeaseTerms:
-    """What is the same for all leases of a job."""
-
-    lease_s: float
-    samples: Mapping[Purpose, int]
-    """Samples of one prompt."""
-    min_samples: int | None = None
-    """Samples of a prompt to train on, at least; None: all of them."""
-    greedy_baseline: bool = False
-    """Whether a prompt to train on also has one greedy answer."""
-    temperature: float | None = None
-    """Temperature of what is trained; None: any."""
-    most_tokens: int | None = None
-    """Tokens that a trajectory may have, prompt and response; None: no limit."""
-    purposes: Sequence[Purpose] = (Purpose.EVALUATION, Purpose.TRAIN)
-    """The purposes for which the job issues prompts, in the order in which they are leased."""
-    reward_parts: Sequence[str] = ()
-    """Names of the separate rewards that steps report."""
-    teacher_top: int | None = None
-    """Number of tokens that the teacher reports in each place; None if there is no teacher."""
-    stale_parts: bool = False
-    """Whether answers with tokens older than `max_staleness` may be trained, so that they are continued."""
-
-    @classmethod
-    def of(cls, spec: JobSpec) -> Self:
-        evaluation = spec.evaluation.samples_per_prompt if spec.evaluation else 1
-        samples = {Purpose.TRAIN: spec.rollout.samples_per_prompt, Purpose.EVALUATION: evaluation}
-        purposes = cls.purposes if spec.evaluation else (Purpose.TRAIN,)
-        return cls(
-            spec.rollout.lease_s,
-            samples,
-            spec.rollout.min_samples,
-            needs_greedy_baseline(spec),
-            spec.rollout.temperature,
-            spec.data.max_prompt_tokens + spec.rollout.max_response_tokens,
-            purposes,
-            spec.reward.reported,
-            teacher_top(spec),
-            spec.schedule.staleness_of != "oldest" or spec.schedule.too_stale == "train",
-        )
-
-    def wanted(self, purpose: Purpose) -> Wanted:
-        """What the group of a prompt has to be."""
-        if purpose is Purpose.TRAIN:
-            limits = (self.temperature, self.most_tokens, self.teacher_top)
-            return Wanted(self.samples[purpose], self.min_samples, self.greedy_baseline, *limits)
-        return Wanted(self.samples[purpose])
-
-    def requests(self, purpose: Purpose) -> int:
-        """Number of requests to an engine for one prompt."""
-        return self.samples[purpose] + (self.greedy_baseline and purpose is Purpose.TRAIN)
-
-
-@dataclass(frozen=True)
-class RunningJob:
-    """The job that runs, as far as leases depend on it."""
-
-    weights: Weights
-    """The version that the trainer holds."""
-    max_staleness: int
-    terms: LeaseTerms
-
-    def allows(self, held: Weights | None, purpose: Purpose) -> bool:
-        """Whether a member that holds `held` may generate for `purpose`."""
-        current = self.weights
-        if held is None or (held.job_id, held.lineage) != (current.job_id, current.lineage):
-            return False
-        behind = current.version - held.version
-        return behind == 0 if purpose is Purpose.EVALUATION else 0 <= behind <= self.max_staleness
-
-    def usable(self, parts: Sequence[work_pb2.Part], purpose: Purpose) -> list[work_pb2.Part]:
-        """The parts that can still become what is asked for."""
-        newest = self.weights.version
-        oldest = 0 if self.terms.stale_parts else newest - self.max_staleness
-        return within(parts, newest if purpose is Purpose.EVALUATION else oldest, newest)
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What a member can lease."""
-
-    leases: list[work_pb2.Lease]
-    idle_reason: str
-    """Why there are no leases."""
-    exhausted: bool = False
-    """Whether there would have been leases had there been a prompt of any purpose."""
-
-
-EMPTY = Offer([], "the queue is empty", exhausted=True)
-BEHIND = Offer([], "other replicas are first")
-
-
 class Queue:
-    """Gives leases to members, and takes their answers."""
+    """Gives leases of a partition's job to its members, and takes their answers."""
 
-    def __init__(self, store: Store, fleet: Fleet, events: Events, prometheus: PrometheusMetrics) -> None:
+    def __init__(self, store: Store, partition: Partition, events: Events, prometheus: PrometheusMetrics) -> None:
         self.running_job: RunningJob | None = None
         """None while no job runs. The job loop sets it at every new version."""
         self.issued = Bell()
@@ -142,15 +48,15 @@ class Queue:
         self.answered = Bell()
         """Rings when a lease was answered."""
         self._store = store
-        self._fleet = fleet
+        self.partition = partition
         self._events = events
         self._prometheus = prometheus
         self._closing = False
         self._line = Line(self._may_look)
-        for bell in (self.issued, fleet.bell):
+        for bell in (self.issued, partition.bell):
             bell.on_ring(self._line.ring)
-        fleet.on_drain(lambda member: self._line.wake(member.id))
-        fleet.on_gone(self.take_back)
+        partition.on_drain(lambda member: self._line.wake(member.id))
+        partition.on_gone(self.take_back)
 
     def place(self) -> tuple[JobId, int] | None:
         """The running job and the step in progress; None while no job runs."""
@@ -166,16 +72,16 @@ class Queue:
         deadline = time.monotonic() + min(wait_s, LONGEST_WAIT_S)
         rings, offer = self._line.rings, BEHIND
         if wait_s <= 0 or not self._line.is_served:
-            offer = await self._offer(self._fleet.member(member_id), free_samples)
+            offer = await self._offer(self.partition.member(member_id), free_samples)
         if offer.exhausted:
             self._line.found_nothing(rings)
-        while not offer.leases and not self._closing and not self._fleet.member(member_id).draining:
+        while not offer.leases and not self._closing and not self.partition.member(member_id).draining:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not await self._line.wait(member_id, rings, left_s, free_samples):
                 break
             rings, exhausted = self._line.rings, False
             try:
-                offer = await self._offer(self._fleet.member(member_id), free_samples)
+                offer = await self._offer(self.partition.member(member_id), free_samples)
                 exhausted = offer.exhausted
             finally:
                 self._line.looked(rings, found=bool(offer.leases), exhausted=exhausted)
@@ -185,7 +91,7 @@ class Queue:
         """Whether to answer a member that waits: it could get leases, or it is not a member any more."""
         job = self.running_job
         try:
-            return job is not None and not _why_idle(job, self._fleet.member(member_id))
+            return job is not None and not _why_idle(job, self.partition.member(member_id))
         except NotFound:
             return True
 
@@ -369,6 +275,40 @@ class Queue:
         if self.running_job is not None and self.running_job.weights.job_id == job_id:
             return self.running_job.weights.version + 1
         return (await self._store.jobs.get(job_id)).step + 1
+
+
+class Queues:
+    """The queues of all partitions. A member gets leases from that of its partition; its answers go to that of the job,
+    which may have ended: then what the store holds says whether they count."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._queues: dict[str, Queue] = {}
+
+    def add(self, partition: str, queue: Queue) -> None:
+        self._queues[partition] = queue
+
+    def of_member(self, member_id: MemberId) -> Queue:
+        """Raises NotFound if the caller is not a member."""
+        return self._queues[self._fleet.member(member_id).partition]
+
+    def of_job(self, job_id: JobId) -> Queue:
+        """The queue of the partition that runs the job; if none does, that of the default one."""
+        running = (queue for queue in self._queues.values() if (at := queue.place()) is not None and at[0] == job_id)
+        return next(running, self._queues[DEFAULT_PARTITION])
+
+    def place(self, partition: str) -> tuple[JobId, int] | None:
+        """As `Queue.place`."""
+        return self._queues[partition].place() if partition in self._queues else None
+
+    async def held(self) -> dict[MemberId, int]:
+        """Number of leases of running jobs that each member holds."""
+        return {member: count for queue in self._queues.values() for member, count in (await queue.held()).items()}
+
+    def close(self) -> None:
+        """Makes every later request for leases return at once."""
+        for queue in self._queues.values():
+            queue.close()
 
 
 def _why_idle(job: RunningJob, member: Member) -> str:

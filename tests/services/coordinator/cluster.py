@@ -24,13 +24,14 @@ class Cluster:
         self.coordinator = coordinator
         self.members: list[Member] = []
 
-    async def trainer(self, **options: Any) -> SimulatedTrainer:
-        return await self._join(SimulatedTrainer(self.coordinator.address, **options))
+    async def trainer(self, partition: str = "", **options: Any) -> SimulatedTrainer:
+        return await self._join(SimulatedTrainer(self.coordinator.address, **options), partition)
 
-    async def replica(self, **shape: Any) -> SimulatedReplica:
-        return await self._join(SimulatedReplica(self.coordinator.address, Shape(**shape)))
+    async def replica(self, partition: str = "", **shape: Any) -> SimulatedReplica:
+        return await self._join(SimulatedReplica(self.coordinator.address, Shape(**shape)), partition)
 
-    async def _join(self, member: Any) -> Any:
+    async def _join(self, member: Any, partition: str) -> Any:
+        member.partition = partition
         await member.start()
         self.members.append(member)
         return member

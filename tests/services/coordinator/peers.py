@@ -88,6 +88,7 @@ class Member:
         self.protocol_version = PROTOCOL_VERSION
         self.port = 0
         """Of its server; 0: a free one."""
+        self.partition = ""
         self.previous: fleet_pb2.PreviousLife | None = None
         """How its process' life before ended."""
         self.server: Server
@@ -114,6 +115,7 @@ class Member:
             device="cpu",
             metrics_port=9400,
             previous=self.previous,
+            partition=self.partition,
         )
         await self.coordinator.call(FleetRpc.Register, request)
 

@@ -2,7 +2,7 @@
 import { useEffect, useState } from "preact/hooks";
 
 import { get, send } from "../api";
-import { figure, plural } from "../format";
+import { figure, inPartition, plural } from "../format";
 import { VirtualList } from "../parts/list";
 import { Dialog, Empty, Figure, State } from "../parts/small";
 import type { FleetView, JobPage, JobSummary, MemberView, PublicationDone } from "../rest";
@@ -94,7 +94,7 @@ export function Member({ of, open, drain }: { of: MemberView; open?: () => void;
     <div class="row member" role="listitem" style={{ height: `${ROW}px` }}>
       <div class="what">
         <b>{of.id}</b> <State of={of.trouble ? "failed" : state} />
-        <small class={why ? "waits" : ""} title={why}>{why || `${of.engine} ${of.engine_release} · ${of.device} × ${of.world_size} · ${of.host || of.address}`}</small>
+        <small class={why ? "waits" : ""} title={why}>{why || `${of.engine} ${of.engine_release} · ${of.device} × ${of.world_size} · ${of.host || of.address}${inPartition(of)}`}</small>
       </div>
       <div class="number version"><b>{of.version < 0 ? "–" : figure(of.version)}</b><small>version</small></div>
       <div class="number"><b>{figure(Math.round(of.tokens_per_s))}</b><small>tokens/s</small></div>

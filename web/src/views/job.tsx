@@ -2,7 +2,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 
 import { follow, get } from "../api";
-import { duration, figure, heldOut, moment } from "../format";
+import { duration, figure, heldOut, inPartition, moment } from "../format";
 import { Figure, Progress, State } from "../parts/small";
 import type { Event, JobView, StepMetrics } from "../rest";
 import { link, problem, usePolled } from "../state";
@@ -71,7 +71,7 @@ export function Head({ job, last, changed }: { job: JobView; last: StepMetrics |
   return (
     <section class="head" aria-label="Job">
       <div class="bar">
-        <h1>{job.name}</h1><State of={job.status} /><small class="id">{job.id}</small><span class="space" />{changed && <Actions job={job} changed={changed} />}
+        <h1>{job.name}</h1><State of={job.status} /><small class="id">{job.id}{inPartition(job)}</small><span class="space" />{changed && <Actions job={job} changed={changed} />}
       </div>
       {job.waiting && <p class="note waits">Waits: {job.waiting.message}</p>}
       {job.failure && <p class="note failed">{job.failure}</p>}

@@ -2,7 +2,7 @@
 import { useMemo, useRef, useState } from "preact/hooks";
 
 import { get, query } from "../api";
-import { ago, duration, figure, heldOut, oneLine } from "../format";
+import { ago, duration, figure, heldOut, inPartition, oneLine } from "../format";
 import { VirtualList } from "../parts/list";
 import { Choice, Empty, Progress, State } from "../parts/small";
 import type { JobPage, JobSummary } from "../rest";
@@ -92,7 +92,7 @@ function Row({ job, chosen, toggle, changed }: { job: JobSummary; chosen: boolea
       <input type="checkbox" checked={chosen} onChange={toggle} aria-label={`Compare ${job.name}`} title="Compare" />
       <div class="what">
         <a href={link("job", job.id)}><b>{job.name}</b></a> <State of={job.status} />
-        <small class={why?.kind} title={why?.text}>{why?.text ?? `${job.id} · submitted ${ago(job.created_s)}`}</small>
+        <small class={why?.kind} title={why?.text}>{why?.text ?? `${job.id}${inPartition(job)} · submitted ${ago(job.created_s)}`}</small>
       </div>
       <div class="how"><Progress done={job.step} of={job.steps} /><small>step {figure(job.step)}{job.steps ? ` of ${figure(job.steps)}` : ""}</small></div>
       <div class="number"><b>{left !== null ? duration(left) : duration(job.ran_s)}</b><small>{left !== null ? "left" : "ran"}</small></div>

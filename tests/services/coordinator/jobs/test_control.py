@@ -17,7 +17,6 @@ from services.coordinator.observe.events import Events
 from services.coordinator.stages.run import Cancelled, Run
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.job import JobRecord
-from services.coordinator.state.waiting import CurrentJob
 from services.coordinator.store import Store
 from tests.services.coordinator.redis import a_job, lead, queued, with_store
 
@@ -30,7 +29,7 @@ class Desk:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.bell = Bell()
-        self.control = Control(store, Events(store), self.bell, CurrentJob())
+        self.control = Control(store, Events(store), self.bell, lambda job: None)
         self.loop: Any = SimpleNamespace(
             job=JOB, components=SimpleNamespace(store=store, events=Events(store), control=self.bell)
         )

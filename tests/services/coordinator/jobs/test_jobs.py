@@ -2,25 +2,27 @@
 
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from millrace.contracts.v1 import fleet_pb2
 from millrace.drops import Drop, DropReason
 from millrace.errors import InvalidState, NotFound
 from millrace.events import JobMoved
-from millrace.ids import JobId, PromptId
+from millrace.ids import PromptId
 from millrace.rest import JobState
-from services.coordinator.jobs.runner import Runner
-from services.coordinator.observe.events import Events
-from services.coordinator.state.job import ACTIVE, ENDED, TRANSITIONS, before
+from millrace.rest.fleet import DEFAULT_PARTITION
+from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.jobs.placing import Placing
+from services.coordinator.state.job import ACTIVE, ENDED, TRANSITIONS, JobRecord, before
 from services.coordinator.state.lease import DroppedPrompt
-from services.coordinator.state.waiting import CurrentJob
+from services.coordinator.state.member import Patience
+from services.coordinator.state.placing import Quota
 from services.coordinator.store import Store
 from services.coordinator.store.connection import text
 from services.coordinator.store.index import Page
-from tests.services.coordinator.redis import a_job, queued, with_store
+from tests.services.coordinator.redis import a_job, queued, registration, shared, with_store
 
 
 def test_every_state_is_reached_and_every_job_can_end() -> None:
@@ -93,18 +95,19 @@ def test_a_move_whose_answer_was_lost_is_made_once(redis_url: str, monkeypatch: 
 
 def test_a_job_that_is_cancelled_while_it_is_taken_up_is_left_alone(redis_url: str) -> None:
     async def scenario(store: Store) -> None:
-        job, oldest = a_job(), store.index.oldest
+        job, everything = a_job(), store.index.queued
         await store.jobs.create(job)
 
-        async def then_cancelled(*states: JobState) -> JobId | None:
-            if found := await oldest(*states):
-                await store.jobs.move(job.id, JobState.CANCELLED, "meanwhile")
+        async def then_cancelled() -> list[JobRecord]:
+            found = await everything()
+            await store.jobs.move(job.id, JobState.CANCELLED, "meanwhile")
             return found
 
-        store.index.oldest = then_cancelled  # type: ignore[method-assign]
-        fleet = SimpleNamespace(trainer=object())
-        components: Any = SimpleNamespace(store=store, events=Events(store), fleet=fleet, turn=CurrentJob())
-        assert await Runner(components)._next() is None
+        store.index.queued = then_cancelled  # type: ignore[method-assign]
+        fleet = Fleet(store, Patience())
+        placing = Placing(shared(store, fleet), Quota())
+        await fleet.register(registration(kind=fleet_pb2.MEMBER_KIND_TRAINER))
+        assert await placing.next(placing.partitions[DEFAULT_PARTITION]) is None
         assert (await store.jobs.get(job.id)).state is JobState.CANCELLED
 
     with_store(redis_url, scenario)

@@ -15,8 +15,8 @@ from services.coordinator.state.member import Configured, Member, Unconfigured, 
 from services.coordinator.state.waiting import waits_for
 from tests.services.coordinator.redis import a_job
 
+ANOTHER = a_job(2)
 RUNNING = replace(a_job(1), state=JobState.RUNNING)
-QUEUED = a_job(2)
 
 
 def member(kind: MemberKind = MemberKind.ROLLOUT) -> Member:
@@ -57,13 +57,13 @@ def without_judge(name: str, seconds: float, waiting: int) -> Member:
 
 def test_a_job_says_that_its_scores_wait_for_a_judge() -> None:
     replicas = [without_judge("quality", 3, 5), without_judge("quality", 9, 2), without_judge("style", 1, 1)]
-    found = waits_for(RUNNING, RUNNING, TRAINER, generating(replicas))
+    found = waits_for(RUNNING, TRAINER, generating(replicas))
     assert found is not None and found.reason is WaitingFor.JUDGE
     assert found.message == (
         "the judge quality does not answer 2 of 3 replicas: down 9 s; 7 requests wait, generation goes on"
     )
     replicas[0].pulse = replicas[0].pulse.next(fleet_pb2.HeartbeatRequest())
-    assert waits_for(RUNNING, RUNNING, TRAINER, generating(replicas[:1])) is None, "the judge answers again"
+    assert waits_for(RUNNING, TRAINER, generating(replicas[:1])) is None, "the judge answers again"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_job_says_that_its_scores_wait_for_a_judge() -> None:
     [
         ([], WaitingFor.REPLICA, "no rollout replica is connected"),
         ([member()], WaitingFor.REPLICAS_PREPARING, "not ready yet: 1 of 1 replica"),
-        ([with_weights(QUEUED.id)], WaitingFor.REPLICAS_PREPARING, "not ready yet: 1 of 1 replica"),
+        ([with_weights(ANOTHER.id)], WaitingFor.REPLICAS_PREPARING, "not ready yet: 1 of 1 replica"),
         (
             [member(), refused()],
             WaitingFor.REPLICAS_PREPARING,
@@ -84,7 +84,7 @@ def test_a_job_says_that_its_scores_wait_for_a_judge() -> None:
             "refused by 2 of 2 replicas: reward.function: no module named x. Fix: install it.",
         ),
         (
-            [failed(), refused(QUEUED)],
+            [failed(), refused(ANOTHER)],
             WaitingFor.REPLICAS_PREPARING,
             "not ready yet: 1 of 2 replicas; could not be made ready: 1 of 2 replicas: vLLM did not start.",
         ),
@@ -92,37 +92,29 @@ def test_a_job_says_that_its_scores_wait_for_a_judge() -> None:
     ],
 )
 def test_a_job_without_a_serving_replica_says_why(replicas: list[Member], reason: WaitingFor, message: str) -> None:
-    found = waits_for(RUNNING, RUNNING, TRAINER, generating(replicas))
+    found = waits_for(RUNNING, TRAINER, generating(replicas))
     assert found is not None and (found.reason, found.message) == (reason, message)
-    assert waits_for(RUNNING, RUNNING, TRAINER, generating([*replicas, with_weights()])) is None
+    assert waits_for(RUNNING, TRAINER, generating([*replicas, with_weights()])) is None
 
 
 def test_a_job_waits_for_its_trainer_first() -> None:
     loading = member(MemberKind.TRAINER)
     loading.configuring = True
-    for job in (QUEUED, RUNNING):
-        nobody = waits_for(job, job, None, generating([]))
-        assert nobody is not None and nobody.reason is WaitingFor.TRAINER
-    found = waits_for(RUNNING, RUNNING, loading, generating([refused()]))
+    nobody = waits_for(RUNNING, None, generating([]))
+    assert nobody is not None and nobody.reason is WaitingFor.TRAINER
+    found = waits_for(RUNNING, loading, generating([refused()]))
     assert found is not None and found.reason is WaitingFor.TRAINER_LOADING
-    assert waits_for(QUEUED, QUEUED, TRAINER, generating([])) is None
-
-
-def test_a_queued_job_names_the_job_whose_turn_comes_first() -> None:
-    found = waits_for(QUEUED, RUNNING, None, generating([]))
-    assert found is not None and found.reason is WaitingFor.EARLIER_JOB
-    assert found.message == f"its turn comes after {RUNNING.id} (sums)"
 
 
 def test_a_paused_job_waits_for_somebody_and_an_ended_one_for_nothing() -> None:
-    found = waits_for(replace(RUNNING, state=JobState.PAUSED), None, None, generating([]))
+    found = waits_for(replace(RUNNING, state=JobState.PAUSED), None, generating([]))
     assert found is not None and found.reason is WaitingFor.RESUME and f"millrace resume {RUNNING.id}" in found.message
-    assert [waits_for(replace(RUNNING, state=state), None, None, generating([])) for state in ENDED] == [None] * 3
+    assert [waits_for(replace(RUNNING, state=state), None, generating([])) for state in ENDED] == [None] * 3
 
 
 def test_a_job_waits_for_a_replica_of_each_pool() -> None:
     def waits(*teachers: Member) -> tuple[WaitingFor, str] | None:
-        found = waits_for(RUNNING, RUNNING, TRAINER, {**generating([with_weights()]), "teacher": teachers})
+        found = waits_for(RUNNING, TRAINER, {**generating([with_weights()]), "teacher": teachers})
         return None if found is None else (found.reason, found.message)
 
     nobody = "no replica of the pool teacher is connected: start one with --pool teacher"

@@ -10,14 +10,13 @@ from redis.exceptions import ResponseError
 from millrace.contracts.v1 import work_pb2
 from services.coordinator.__main__ import _loop_factory
 from services.coordinator.fleet.fleet import Fleet
-from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.servicers import WorkServicer
 from services.coordinator.state.member import Patience
 from services.coordinator.store import Store, StoreDown, connection
 from services.coordinator.store.connection import Connection
-from services.coordinator.work.queue import Queue
+from services.coordinator.work.queue import Queues
 from tests.services.coordinator.redis import a_job, with_store
 
 
@@ -178,7 +177,7 @@ def test_groups_of_any_size_are_read_in_their_own_time_a_few_at_once(
         async with await asyncio.start_unix_server(serve, tmp_path / "redis.sock"):
             store = Store(RedisServer(tmp_path).url)
             fleet, prometheus = Fleet(store, Patience()), PrometheusMetrics()
-            work = WorkServicer(fleet, Queue(store, fleet, Events(store), prometheus), store, prometheus)
+            work = WorkServicer(fleet, Queues(fleet), store, prometheus)
             request: Any = work_pb2.FetchRequest(job_id="job-1", prompt_ids=["0-1", "0-2"])
 
             async def fetch() -> int:

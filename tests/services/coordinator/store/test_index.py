@@ -16,7 +16,6 @@ from services.coordinator.jobs.deletion import Deletion, Retention
 from services.coordinator.observe.events import Events
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.group import GroupSummary
-from services.coordinator.state.waiting import CurrentJob
 from services.coordinator.store import Store
 from services.coordinator.store.connection import text
 from services.coordinator.store.records import StoredBatch
@@ -74,11 +73,11 @@ def test_a_move_takes_a_job_to_the_list_of_its_new_state(redis_url: str) -> None
         (found,) = (await store.index.page(9, JobState.STARTING)).jobs
         assert (found.id, found.state, found.reward, found.failure) == (first, JobState.STARTING, 0.5, None)
         assert await store.index.counts() == {**dict.fromkeys(JobState, 0), JobState.STARTING: 1, JobState.QUEUED: 1}
-        assert await store.index.oldest(JobState.STARTING, JobState.QUEUED) == first
-        assert await store.index.oldest(JobState.PAUSED) is None
+        assert [job.id for job in await store.index.active()] == [first]
+        assert [job.id for job in await store.index.queued()] == [second]
         with pytest.raises(InvalidState):
             await store.jobs.move(first, JobState.QUEUED, "because")
-        assert await store.index.oldest(JobState.QUEUED) == second
+        assert [(job.id, job.place) for job in await store.index.queued()] == [(second, "default")]
 
     with_store(redis_url, scenario)
 
@@ -87,7 +86,7 @@ def test_a_submission_costs_the_same_however_many_jobs_there_are(
     redis_url: str, spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(store: Store) -> None:
-        control = Control(store, Events(store), Bell(), CurrentJob())
+        control = Control(store, Events(store), Bell(), lambda job: None)
         work = []
         for number in range(2):
             before = await store.connection.do("INFO", "commandstats")

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from millrace.contracts.v1 import common_pb2, fleet_pb2, work_pb2
+from millrace.contracts.v1 import common_pb2, work_pb2
 from millrace.drops import Drop, DropReason
 from millrace.errors import Fenced, NotFound
 from millrace.ids import JobId, MemberId, Purpose, Version
 from millrace.spec import parse
-from millrace.wire.channel import PROTOCOL_VERSION
 from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.partition import Partition
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.stages.issue import training_sampling
@@ -25,9 +25,10 @@ from services.coordinator.state.lease import LeaseRef
 from services.coordinator.state.member import Configured, Member, Patience, Weights
 from services.coordinator.store import Store, connection, prompts
 from services.coordinator.work import queue
-from services.coordinator.work.queue import LeaseTerms, Queue, RunningJob
+from services.coordinator.work.queue import Queue
+from services.coordinator.work.terms import LeaseTerms, RunningJob
 from tests.services.coordinator.cluster import until
-from tests.services.coordinator.redis import a_job, queued, with_store
+from tests.services.coordinator.redis import a_job, queued, registration, with_store
 
 JOB = a_job()
 TERMS = LeaseTerms(lease_s=30.0, samples={Purpose.TRAIN: 4, Purpose.EVALUATION: 1})
@@ -71,20 +72,15 @@ class Desk:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.fleet = Fleet(store, Patience(1.0, 5.0))
-        self.queue = Queue(store, self.fleet, Events(store), PrometheusMetrics())
+        self.partition = Partition(self.fleet)
+        self.queue = Queue(store, self.partition, Events(store), PrometheusMetrics())
         self.queue.running_job = RunningJob(weights(0), 0, TERMS)
 
     async def member(self, name: str = "rollout-a", port: int = 1) -> Member:
-        request = fleet_pb2.RegisterRequest(
-            member_id=name,
-            kind=fleet_pb2.MEMBER_KIND_ROLLOUT,
-            address=f"127.0.0.1:{port}",
-            protocol_version=PROTOCOL_VERSION,
-        )
-        await self.fleet.register(request)
+        await self.fleet.register(registration(name, port=port))
         member = self.fleet.member(name)
-        await self.fleet.configured(member, Configured(JOB.id, 1, "float32"))
-        await self.fleet.hold(weights(0), member)
+        await self.partition.configured(member, Configured(JOB.id, 1, "float32"))
+        await self.partition.hold(weights(0), member)
         return member
 
     async def issue(self, count: int, purpose: Purpose = Purpose.TRAIN) -> None:
@@ -177,7 +173,7 @@ def test_a_draining_member_and_one_without_weights_get_none(redis_url: str) -> N
         await desk.issue(1)
         member.weights = None
         assert await desk.lease(8) == [] and "no verified weights" in desk.reason
-        await desk.fleet.hold(weights(0), member)
+        await desk.partition.hold(weights(0), member)
         await desk.fleet.drain(member.id)
         assert await desk.lease(8, wait_s=5.0) == [] and "drains" in desk.reason
         with pytest.raises(NotFound, match="rollout-z is not in the fleet"):
@@ -199,7 +195,7 @@ def test_whoever_waits_is_woken_by_new_prompts_and_by_new_weights(redis_url: str
         await desk.issue(2)
         waiting = asyncio.create_task(desk.lease(8, wait_s=60.0))
         await asyncio.sleep(0.1)
-        await desk.fleet.hold(weights(0), member)
+        await desk.partition.hold(weights(0), member)
         desk.fleet.bell.ring()
         assert await asyncio.wait_for(waiting, 10.0) == ["0-1"]
 

@@ -1,0 +1,89 @@
+"""Gives each partition its next job."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from millrace.errors import InvalidState
+from millrace.rest import JobState, MemberKind
+from millrace.rest.fleet import DEFAULT_PARTITION
+from millrace.telemetry.spans.context import TraceContext
+from millrace.telemetry.spans.kinds import SpanKind
+from millrace.telemetry.spans.recorder import RECORDER
+from services.coordinator.stages.run import Components, Shared
+from services.coordinator.state.bell import Bell
+from services.coordinator.state.job import JobRecord
+from services.coordinator.state.placing import Place, Quota, next_for
+
+
+class Placing:
+    """All partitions, and which job runs where. A partition runs at most one job, and an active job is in exactly one
+    partition: it is recorded with the job in the same transition in which the job starts."""
+
+    def __init__(self, shared: Shared, quota: Quota) -> None:
+        self.shared = shared
+        self.quota = quota
+        self.partitions: dict[str, Components] = {}
+        self.added = Bell()
+        """Rings when there is another partition."""
+        self._choosing = asyncio.Lock()
+        """Held from the look at the active jobs until another one is active: two partitions could spend a user's quota
+        twice."""
+        shared.whole_fleet.on_partition(self._add)
+        shared.whole_fleet.add_partition(DEFAULT_PARTITION)
+
+    def _add(self, name: str) -> None:
+        self.partitions[name] = Components.of(self.shared, name)
+        self.added.ring()
+
+    async def load(self) -> None:
+        """Adds the partitions in which jobs were active when the coordinator before this one ended."""
+        for job in await self.shared.store.index.active():
+            self.shared.whole_fleet.add_partition(job.place)
+
+    def of(self, job: JobRecord) -> Components:
+        """The partition of a job that has begun."""
+        return self.partitions.get(job.place, self.partitions[DEFAULT_PARTITION])
+
+    def places(self) -> Sequence[Place]:
+        """The partitions as they are now."""
+        pools: dict[str, set[str]] = {}
+        for member in self.shared.whole_fleet.of_kind(MemberKind.ROLLOUT):
+            if not member.draining:
+                pools.setdefault(member.partition, set()).add(member.pool)
+        return [
+            Place(name, each.turn, each.fleet.trainer is not None, pools.get(name, ()))
+            for name, each in self.partitions.items()
+        ]
+
+    async def next(self, components: Components) -> JobRecord | None:
+        """The job that has begun in a partition; else the queued one that comes next there, if there is a trainer for
+        it. Raises StoreDown, Superseded."""
+        async with self._choosing:
+            active = await self.shared.store.index.active()
+            begun = next((job for job in active if job.place == components.fleet.name), None)
+            if begun is not None:
+                job = await self.shared.store.jobs.get(begun.id)
+                components.turn.running, components.turn.waiting = job, None
+                return job
+            return await self._start(components, active)
+
+    async def _start(self, components: Components, active: Sequence[JobRecord]) -> JobRecord | None:
+        store, turn, name = self.shared.store, components.turn, components.fleet.name
+        found = next_for(name, await store.index.queued(), active, self.places(), self.quota)
+        queued = await store.jobs.get(found.id) if found is not None else None
+        turn.running, turn.waiting = None, queued
+        if queued is None or components.fleet.trainer is None:
+            return None
+        message = "starting: trainer and replicas load the model"
+        if len(self.partitions) > 1:
+            message = f"starting in the partition {name}: trainer and replicas load the model"
+        try:
+            started = queued.clock(time.time())
+            await self.shared.events.move(queued.id, JobState.STARTING, message, partition=name, **started)
+        except InvalidState:  # it was cancelled meanwhile
+            return None
+        began_s = queued.since_s or queued.created_s
+        RECORDER.past(SpanKind.JOB_QUEUE, TraceContext.of_step(queued.id, 0, 0), began_s, time.time())
+        turn.running, turn.waiting = await store.jobs.get(queued.id), None
+        return turn.running
