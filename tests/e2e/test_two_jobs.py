@@ -1,0 +1,62 @@
+"""Two jobs at once on one stack, each in a partition with a trainer and a replica of its own; one is cancelled.
+
+tests/services/coordinator/test_partitions.py has the same with simulated members, and what goes wrong."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from millrace.local import child_processes
+from millrace.local.stack import Stack
+from millrace.rest import JobState
+from tests.e2e.conftest import adds_up, finished, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def another_trainer(tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """another_trainer(stack, *options) starts a trainer of one rank beside a stack."""
+    with contextlib.ExitStack() as running:
+
+        def start(stack: Stack, *options: str) -> None:
+            log = running.enter_context((tmp_path / "another-trainer.log").open("ab"))
+            argv = (sys.executable, "-m", "services.trainer.launch", "--ranks", "1", "--coordinator", stack.coordinator)
+            environment = {**stack.options.environment, "MILLRACE_HOST": "127.0.0.1"}
+            trainer = child_processes.start((*argv, *options), environment, log)
+            running.callback(trainer.wait, 60)
+            running.callback(trainer.terminate)
+
+        yield start
+
+
+def test_two_jobs_train_at_once_and_a_cancelled_one_leaves_the_other_alone(
+    start, job, another_trainer, another_replica
+):
+    stack = start(replicas=1, engine="transformers")
+    client = stack.client()
+    another_trainer(stack, "--partition", "b")
+    another_replica(stack, "transformers", "--partition", "b")
+
+    def submit(partition: str, steps: int) -> str:
+        schedule = {**job["schedule"], "steps": steps, "partition": partition}
+        return client.submit({**job, "output": f"{job['output']}-{partition}", "schedule": schedule}).id
+
+    first, second = submit("default", 100_000), submit("b", 100)
+    until("a step of both", lambda: min(client.job(each).step for each in (first, second)) >= 1, 240)
+    assert [client.job(each).state for each in (first, second)] == [JobState.RUNNING] * 2
+    fleet = client.fleet()
+    assert sorted(member.partition for member in fleet.trainers) == ["b", "default"]
+    of_b = {member.id for member in fleet.replicas if member.partition == "b"}
+    assert len(of_b) == 1 and len(fleet.replicas) == 2
+    client.cancel(first)
+    until("the first one ends", lambda: client.job(first).state is JobState.CANCELLED, 60)
+    step = client.job(second).step
+    view = finished(client, second)
+    assert step < view.step == 100 and view.partition == "b"
+    adds_up(client, view)
+    assert client.ledger(second).dropped == 0
+    assert {event.data.member for event in client.events(second, follow=False) if event.kind == "member.joined"} == of_b
