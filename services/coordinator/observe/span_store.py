@@ -81,7 +81,7 @@ class SpanStore:
     async def flush(self) -> None:
         """Stores what waits. Raises StoreDown; what was being stored is lost then."""
         by_place: dict[Place, list[tuple[bytes, int]]] = {}
-        for partition in {DEFAULT_PARTITION, *self._waiting}:
+        for partition in {DEFAULT_PARTITION, *self._waiting, *self._places}:
             if (at := self._running(partition) or self._places.get(partition)) is not None:
                 self._places[partition] = at
                 if waiting := self._waiting.pop(partition, None):
@@ -91,7 +91,9 @@ class SpanStore:
         for span in spans:
             by_job.setdefault(span.context.job_id, []).append(span)
         for job, own in by_job.items():
-            place = next((each for each in self._places.values() if each[0] == job), (JobId(job), 0))
+            # Steps may have ended since the job was last seen running: no span is kept under a step before its own.
+            known = next((step for running, step in self._places.values() if running == job), 0)
+            place = JobId(job), max(known, *(span.context.step for span in own))
             batch = Batch(COORDINATOR, LaneKind.COORDINATOR, own)
             by_place.setdefault(place, []).append((encode(batch), len(own)))
         if dropped:

@@ -14,9 +14,12 @@ from millrace.rest.timeline import TimelineView
 from millrace.telemetry.spans.batches import Batch, encode
 from millrace.telemetry.spans.context import TraceContext
 from millrace.telemetry.spans.kinds import LaneKind, SpanKind
-from millrace.telemetry.spans.recorder import Span
+from millrace.telemetry.spans.recorder import Recorder, Span
 from services.coordinator.observe import span_store
+from services.coordinator.observe.prometheus import PrometheusMetrics
+from services.coordinator.store import Store
 from tests.services.coordinator.cluster import Cluster, scenario, until
+from tests.services.coordinator.redis import a_job, lead
 
 
 def lane(timeline: TimelineView, kind: LaneKind) -> dict[SpanKind, list[Any]]:
@@ -65,6 +68,26 @@ async def test_the_stages_of_every_step_follow_each_other(cluster: Cluster, spec
     assert (newest.from_step, newest.to_step) == (6, 6)
     with pytest.raises(NotFound):
         await asyncio.to_thread(client.timeline, "job-000000000000")
+
+
+def test_spans_of_steps_that_ended_unseen_are_kept_under_them(empty_redis_url: str) -> None:
+    """The job was last seen running in step 2; it has ended when the spans of step 3 are stored."""
+
+    async def kept() -> list[bytes]:
+        store, recorder = Store(empty_redis_url), Recorder()
+        await lead(store)
+        job = a_job().id
+        seen = [(job, 2), None]
+        spans = span_store.SpanStore(store, PrometheusMetrics(), lambda partition: seen.pop(0), recorder)
+        await spans.flush()
+        recorder.add(Span(SpanKind.STEP, TraceContext.of_step(job, 0, 3), "", 1.0, 2.0))
+        await spans.flush()
+        try:
+            return await store.records(job).spans(3, 3)
+        finally:
+            await store.close()
+
+    assert len(asyncio.run(kept())) == 1
 
 
 @scenario
