@@ -24,7 +24,7 @@ from millrace.contracts.v1 import (
     weights_pb2,
     work_pb2,
 )
-from millrace.errors import Fenced, InvalidJob, InvalidState, MillraceError, NotFound
+from millrace.errors import Fenced, InvalidJob, InvalidState, MillraceError, NotFound, Unavailable
 from millrace.ids import new_member_id
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.boxes import Boxes
@@ -69,6 +69,10 @@ class Faults(dict[str, Fault]):
     async def strike(self, method: str, request: object) -> None:
         if method in self:
             await self[method](request)
+
+
+REGISTRATIONS = 20
+"""Attempts of a member to register, half a second apart."""
 
 
 class Member:
@@ -117,7 +121,14 @@ class Member:
             previous=self.previous,
             partition=self.partition,
         )
-        await self.coordinator.call(FleetRpc.Register, request)
+        for left in reversed(range(REGISTRATIONS)):
+            try:
+                await self.coordinator.call(FleetRpc.Register, request)
+                return
+            except Unavailable:  # of several coordinators another one may begin to lead
+                if not left:
+                    raise
+                await asyncio.sleep(0.5)
 
     async def _beat(self) -> None:
         while True:

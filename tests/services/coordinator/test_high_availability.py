@@ -52,16 +52,16 @@ async def lost_in(phase: str, how: signal.Signals, both: Pair, spec: dict[str, A
             job_id = await cluster.submit(spec)
             await until(lambda: cluster.events(job_id, "trainer.configured"), within_s=120)
             await strike()
-        replica = await cluster.replica(seconds=0.05)
-        if phase == "generating":
-            replica.faults["Generate"] = strike
-        elif phase != "waiting":
-            trainer.faults[MOMENTS[phase]] = strike
-        if phase != "waiting":
+        else:
+            replica = await cluster.replica(seconds=0.05)
+            struck_in = trainer.faults if phase in MOMENTS else replica.faults
+            struck_in[MOMENTS.get(phase, "Generate")] = strike
             job_id = await cluster.submit(spec)
-        async with asyncio.timeout(120):
-            await struck.wait()
+            async with asyncio.timeout(120):
+                await struck.wait()
         seconds = await both.changed(since)
+        if phase == "waiting":
+            await cluster.replica(seconds=0.05)
         if how is signal.SIGSTOP:
             await cluster.reached(job_id, 4, 120)  # the new leader is at work when the old one wakes up
             both.other.process.send_signal(signal.SIGCONT)
