@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -42,3 +44,19 @@ def test_a_member_that_does_not_come_ends_the_rendezvous_in_time():
         GlooChannel.join("127.0.0.1", port, key="k", rank=0, world_size=2, timeout_s=1.0, store=store)
     with pytest.raises(PublicationFailed, match="rank 1 of 2"):
         GlooChannel.join("127.0.0.1", 1, key="k", rank=1, world_size=2, timeout_s=1.0)
+
+
+ABORTS_AND_ENDS = """
+import atexit, threading
+atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name.startswith("end of")]))
+from millrace.weights.transfer.channels.gloo import GlooChannel
+from millrace.weights.transfer.store import serve_store
+store, port = serve_store("127.0.0.1", 1, 20.0)
+GlooChannel.join("127.0.0.1", port, key="k", rank=0, world_size=1, timeout_s=20.0, store=store).abort()
+"""
+
+
+def test_a_process_ends_after_the_connections_that_it_closes():
+    """A thread that frees the group while the interpreter ends would abort the process."""
+    ended = subprocess.run([sys.executable, "-c", ABORTS_AND_ENDS], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[]\n", "")

@@ -3,9 +3,11 @@
 Every call may block: make it from a worker thread, never from one that serves requests.
 """
 
+import atexit
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,6 +27,19 @@ LONGEST_S = 24 * 3600.0
 DISCONNECT_AFTER_S = 0.3
 """Delay between an abort and closing the connections: the others get the failure signal before they see that."""
 NO_WAIT = timedelta(milliseconds=1)
+AT_EXIT_S = 2.0
+"""How long the end of the process waits for connections that are being closed."""
+
+_disconnects: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_disconnects() -> None:
+    """Joins the threads that close connections: one that frees a group while the interpreter ends aborts the process,
+    because Python ends a daemon thread inside the group's destructor."""
+    until = time.monotonic() + AT_EXIT_S
+    for thread in list(_disconnects):
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 class GlooChannel(ChannelState):
@@ -118,7 +133,9 @@ class GlooChannel(ChannelState):
         self.fail(reason)
         self._group.abort()
         if self._aborted.acquire(blocking=False):
-            threading.Thread(target=self._disconnect, name=f"end of {self.key}", daemon=True).start()
+            thread = threading.Thread(target=self._disconnect, name=f"end of {self.key}", daemon=True)
+            _disconnects.add(thread)
+            thread.start()
 
     def _disconnect(self) -> None:
         """Ends the messages that Gloo was asked for. An abort does not: one that came later would still be written. A
