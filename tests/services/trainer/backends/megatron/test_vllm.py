@@ -6,8 +6,7 @@ with Megatron in tests/e2e/test_recovery.py. Qwen2 is a Qwen3 with other norms a
 a model of experts as Qwen3-MoE, Moonlight a DeepSeek-V3 without compressed queries, the text path of Qwen2.5-VL a
 Qwen2.
 
-Of Qwen2.5-VL vLLM runs the text path as the Qwen2 that it is: its own class of the whole needs torchvision, which the
-CPU installation goes without.
+Of Qwen2.5-VL vLLM runs the text path as the Qwen2 that it is.
 """
 
 import json
