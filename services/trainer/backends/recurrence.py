@@ -5,17 +5,24 @@ and their recurrence are causal, so padding after the end of a sequence changes 
 of borders. Both are functions of transformers, which take kernels of flash-linear-attention on a GPU.
 """
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from millrace.errors import refused
 
 KERNELS = "fla"
 """The module of flash-linear-attention. Without it transformers computes in plain torch, ten times slower or more."""
+HOPPER = 9
+"""Major compute capability of the GPUs on which Triton compiles a kernel of the backward pass wrongly."""
+WRONG_TRITON = ("3.4.0", "3.7.1")
+"""From the first of these versions of Triton until before the second the gradient is wrong on Hopper:
+flash-linear-attention 0.6 refuses it, earlier ones do not. Its kernel in tilelang takes the place of Triton's."""
 WIDEST = 1.25
 """Largest ratio of the longest to the shortest segment in a bucket."""
 FEWEST_TOKENS = 64
@@ -71,7 +78,24 @@ def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def check_kernels(device_type: str, path: str, field: str) -> None:
-    """Raises InvalidJob if a GPU would compute such layers of the model in `path` without a kernel."""
-    if device_type == "cuda" and importlib.util.find_spec(KERNELS) is None:
+    """Raises InvalidJob if a GPU would compute such layers of the model in `path` without a kernel, or with a wrong
+    one."""
+    if device_type != "cuda":
+        return
+    if importlib.util.find_spec(KERNELS) is None:
         reason = "its GatedDeltaNet layers need flash-linear-attention, which is not installed here"
         raise refused(field, path, reason, "install flash-linear-attention on every trainer host.")
+    triton = importlib.metadata.version("triton")
+    if (
+        has_wrong_gradient(torch.cuda.get_device_capability()[0], triton)
+        and importlib.util.find_spec("tilelang") is None
+    ):
+        reason = f"Triton {triton} computes wrong gradients of its GatedDeltaNet layers on this GPU (Hopper)"
+        remedy = f"install tilelang, or Triton {WRONG_TRITON[1]} or newer, on every trainer host."
+        raise refused(field, path, reason, remedy)
+
+
+def has_wrong_gradient(capability: int, triton: str) -> bool:
+    """Whether Triton of this version compiles the backward pass wrongly for GPUs of this major capability."""
+    first, right = WRONG_TRITON
+    return capability == HOPPER and first <= TorchVersion(triton) < right

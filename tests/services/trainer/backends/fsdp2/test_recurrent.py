@@ -1,5 +1,7 @@
 """Models with GatedDeltaNet layers: packed, sharded and with adapters they are what transformers computes alone."""
 
+import importlib.metadata
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +145,28 @@ def test_a_gpu_without_the_kernels_is_refused(hybrids: Callable[[str], Path], mo
     recurrent.check_kernels(model, "cpu", "/m", "model.path")
     with pytest.raises(InvalidJob, match=r'model\.path: "/m": its GatedDeltaNet layers need flash-linear-attention'):
         recurrent.check_kernels(model, "cuda", "/m", "model.path")
+
+
+WITH_TRITON = {(9, "3.3.1"): False, (9, "3.4.0"): True, (9, "3.6.0"): True, (9, "3.7.0"): True}
+WITH_TRITON |= {(9, "3.7.1"): False, (9, "3.10.0"): False, (8, "3.6.0"): False, (10, "3.6.0"): False}
+
+
+@pytest.mark.parametrize(("gpu", "is_refused"), WITH_TRITON.items())
+def test_kernels_with_wrong_gradients_are_refused(gpu: tuple[int, str], is_refused: bool, monkeypatch: Any) -> None:
+    """Hopper with Triton 3.4 to 3.7.0, unless tilelang computes the backward pass."""
+    installed = {recurrence.KERNELS}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: gpu[1])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (gpu[0], 0))
+    if is_refused:
+        with pytest.raises(
+            InvalidJob, match=rf'model\.path: "/m": Triton {gpu[1]} .* install tilelang, or Triton 3\.7\.1'
+        ):
+            recurrence.check_kernels("cuda", "/m", "model.path")
+    else:
+        recurrence.check_kernels("cuda", "/m", "model.path")
+    installed.add("tilelang")
+    recurrence.check_kernels("cuda", "/m", "model.path")
 
 
 def test_adapters_are_for_attention_and_mlp(hybrids: Callable[[str], Path]) -> None:
