@@ -106,6 +106,10 @@ class MemberTransfer(BaseModel):
     snapshot_bytes: int = Field(
         0, description="Sender only: host memory that keeps what was sent, on the rank that has most."
     )
+    idle_ratio: Figure | None = Field(
+        None,
+        description="Receiver only: share of the time since the version before in which no sample was in its engine.",
+    )
 
 
 MEMBERS_LISTED = 32

@@ -178,7 +178,7 @@ class Checksums(_message.Message):
     def __init__(self, values: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MemberReport(_message.Message):
-    __slots__ = ("member_id", "bytes", "prepare_s", "gather_s", "wire_s", "verify_s", "apply_s", "pause_s", "loader_tensors", "loader_bytes", "mode", "staging_bytes", "loader_names", "sent_bytes", "changed", "code_s", "snapshot_bytes")
+    __slots__ = ("member_id", "bytes", "prepare_s", "gather_s", "wire_s", "verify_s", "apply_s", "pause_s", "loader_tensors", "loader_bytes", "mode", "staging_bytes", "loader_names", "sent_bytes", "changed", "code_s", "snapshot_bytes", "idle_ratio")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     PREPARE_S_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +196,7 @@ class MemberReport(_message.Message):
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     CODE_S_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IDLE_RATIO_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     bytes: int
     prepare_s: float
@@ -213,4 +214,5 @@ class MemberReport(_message.Message):
     changed: float
     code_s: float
     snapshot_bytes: int
-    def __init__(self, member_id: _Optional[str] = ..., bytes: _Optional[int] = ..., prepare_s: _Optional[float] = ..., gather_s: _Optional[float] = ..., wire_s: _Optional[float] = ..., verify_s: _Optional[float] = ..., apply_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., loader_tensors: _Optional[int] = ..., loader_bytes: _Optional[int] = ..., mode: _Optional[_Union[CommitMode, str]] = ..., staging_bytes: _Optional[int] = ..., loader_names: _Optional[_Iterable[str]] = ..., sent_bytes: _Optional[int] = ..., changed: _Optional[float] = ..., code_s: _Optional[float] = ..., snapshot_bytes: _Optional[int] = ...) -> None: ...
+    idle_ratio: float
+    def __init__(self, member_id: _Optional[str] = ..., bytes: _Optional[int] = ..., prepare_s: _Optional[float] = ..., gather_s: _Optional[float] = ..., wire_s: _Optional[float] = ..., verify_s: _Optional[float] = ..., apply_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., loader_tensors: _Optional[int] = ..., loader_bytes: _Optional[int] = ..., mode: _Optional[_Union[CommitMode, str]] = ..., staging_bytes: _Optional[int] = ..., loader_names: _Optional[_Iterable[str]] = ..., sent_bytes: _Optional[int] = ..., changed: _Optional[float] = ..., code_s: _Optional[float] = ..., snapshot_bytes: _Optional[int] = ..., idle_ratio: _Optional[float] = ...) -> None: ...

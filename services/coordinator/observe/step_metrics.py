@@ -11,6 +11,7 @@ from millrace.rest import StepMetrics
 from millrace.spec.job import JobSpec
 from millrace.telemetry.metrics import catalogue
 from millrace.telemetry.metrics.declaration import Owner
+from millrace.telemetry.metrics.step.batch import STALE_TRAJECTORIES
 from millrace.telemetry.metrics.step.performance import TOTAL_TOKENS
 from millrace.telemetry.metrics.step.timing import PER_TOKEN, STEP_SECONDS, UPDATE_WEIGHTS
 from services.coordinator.state.group import GroupSummary
@@ -27,11 +28,13 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def batch_metrics(groups: Sequence[GroupSummary], version: Version, spec: JobSpec) -> dict[str, float]:
-    """Rewards, lengths, staleness and durations of the `groups` that a step was trained on at `version`."""
+    """Rewards, lengths, staleness and durations of the `groups` that a step was trained on at `version`. Stale
+    trajectories are those of this step alone."""
     rewards = [r for g in groups for r in g.rewards]
     responses = [float(n) for g in groups for n in g.response_tokens]
     prompts = [float(g.prompt_tokens) for g in groups]
     staleness = [float(version - oldest) for g in groups for oldest in g.oldest]
+    newest = [float(version - new) for g in groups for new in g.newest or g.oldest]
     tokens = float(sum(sum(g.lengths) for g in groups))
     longest_prompt, longest_response = spec.data.max_prompt_tokens, spec.rollout.max_response_tokens
     return {
@@ -43,6 +46,10 @@ def batch_metrics(groups: Sequence[GroupSummary], version: Version, spec: JobSpe
         **spread("prompt_length", prompts),
         "prompt_length/clip_ratio": mean([float(n >= longest_prompt) for n in prompts]),
         **spread("training/staleness", staleness),
+        **spread("training/off_policy/trajectory_spans", [float(span + 1) for g in groups for span in g.spans]),
+        **spread("training/off_policy/trajectory_staleness", newest),
+        **spread("training/off_policy/trajectory_staleness_worst", staleness),
+        STALE_TRAJECTORIES: float(sum(lag > 0 for lag in newest)),
         **spread("training/mean_staleness", [version - mean for g in groups for mean in g.means or g.oldest]),
         "training/epoch": float(max(pass_of(g.prompt_id) for g in groups)),
         "training/groups_without_signal": float(sum(all_equal(g.rewards) for g in groups)),

@@ -94,6 +94,8 @@ class PublicationReport:
             values["publication/changed"] = self.reports[0].changed
             values["publication/snapshot_bytes"] = float(self.reports[0].snapshot_bytes)
             values["publication/staging_bytes"] = float(max(r.staging_bytes for r in self.reports))
+        if idle := [report.idle_ratio for report in self.reports[1:] if report.HasField("idle_ratio")]:
+            values |= {"rollouter/idle_ratio": sum(idle) / len(idle)}
         return values
 
     def to_json(self) -> dict[str, Any]:
@@ -142,4 +144,5 @@ def _member_transfer(report: weights_pb2.MemberReport) -> MemberTransfer:
         changed=report.changed,
         code_s=report.code_s,
         snapshot_bytes=report.snapshot_bytes,
+        idle_ratio=report.idle_ratio if report.HasField("idle_ratio") else None,
     )

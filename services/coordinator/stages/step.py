@@ -9,6 +9,7 @@ from millrace.contracts.v1 import trainer_pb2
 from millrace.errors import MillraceError
 from millrace.events import TrainingWarning
 from millrace.rest import StepMetrics, WarningCause, WarningView
+from millrace.telemetry.metrics.step.batch import STALE_TRAJECTORIES
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from services.coordinator.observe import histograms, series, training_warnings
@@ -52,6 +53,7 @@ async def _mark(run: Run, batch: Batch, answer: trainer_pb2.StepResponse, second
     reward = mean([r for g in batch.groups for r in g.rewards])
     values = batch_metrics(batch.groups, run.job.version, run.spec)
     values |= run.lengths.metrics(batch.groups)
+    values[STALE_TRAJECTORIES] += (await run.records.row(batch.step - 1) or {}).get(STALE_TRAJECTORIES, 0.0)
     values |= {"timing_s/gen": batch.waited_s, "timing_s/train": seconds}
     values |= milliseconds_per_token({**answer.metrics, **values}, batch.groups)
     row = step_row(batch.step, values, trainer=answer.metrics)

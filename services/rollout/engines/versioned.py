@@ -43,10 +43,16 @@ class Slots:
         self._capacity = capacity
         self._inside: dict[Ticket, None] = {}
         """The samples in the engine, in the order in which they came."""
+        self._period_from: float | None = None
+        self._busy_s = 0.0
+        """Seconds of the period in which samples were in the engine, without those that are in it now."""
+        self._busy_from = 0.0
 
     def enter(self) -> Ticket:
         """A sample begins."""
         ticket = Ticket(time.monotonic())
+        if not self._inside:
+            self._busy_from = ticket.came_at
         self._inside[ticket] = None
         self._give()
         return ticket
@@ -56,7 +62,22 @@ class Slots:
         if ticket.began_at is None:
             ticket.began_at = time.monotonic()
         del self._inside[ticket]
+        if not self._inside:
+            self._busy_s += time.monotonic() - self._busy_from
         self._give()
+
+    def next_period(self) -> float | None:
+        """Begins a period. Returns the share of the period before in which no sample was in the engine, 0 to 1; None if
+        there was none."""
+        now, began, busy_s = time.monotonic(), self._period_from, self._busy_s
+        if self._inside:
+            busy_s += now - self._busy_from
+        self._period_from, self._busy_from, self._busy_s = now, now, 0.0
+        return None if began is None or began >= now else 1.0 - busy_s / (now - began)
+
+    def end_period(self) -> None:
+        """Ends the period without one after it."""
+        self._period_from = None
 
     def _give(self) -> None:
         """Gives free slots to the first that have none."""
@@ -243,7 +264,7 @@ class VersionedEngine(ABC):
     async def commit(self, version: Version | None, cache_policy: CachePolicy) -> CommitReport:
         """See `EngineWeights`. From here on an abort does not end the pause."""
         incoming, self._incoming, self._half_written = self._incoming, None, False
-        served = False
+        served, idle = False, None
         try:
             if incoming is None:
                 raise nothing_prepared()
@@ -255,14 +276,14 @@ class VersionedEngine(ABC):
                 self._weight_changes += 1
                 await self._label(version, _cache_key(version, self._weight_changes))
                 self._version = version
-                served = True
+                served, idle = True, self._slots.next_period()
         finally:
             if not served:
                 await self._drop_version()
             stopped = max(self._pause_ordered_s, self._last_token_s())
             await self._leave_pause()
         mode = weights_pb2.COMMIT_MODE_SHADOW if incoming.shadow else weights_pb2.COMMIT_MODE_INPLACE
-        return CommitReport(placed, time.perf_counter() - stopped, mode)
+        return CommitReport(placed, time.perf_counter() - stopped, mode, idle)
 
     async def abort_receive(self) -> None:
         """See `EngineWeights`."""
@@ -333,6 +354,7 @@ class VersionedEngine(ABC):
     async def _drop_version(self) -> None:
         """Records that no version is in place: samples in flight are of no use."""
         self._version = None
+        self._slots.end_period()
         self._dropped += 1
         self._weight_changes += 1
         await self._end_requests()

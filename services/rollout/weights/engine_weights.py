@@ -23,6 +23,9 @@ class CommitReport:
     """Seconds from the last token under the old version, or the order to pause if that came later, until generation
     could continue."""
     mode: "weights_pb2.CommitMode" = weights_pb2.COMMIT_MODE_SHADOW
+    idle_ratio: float | None = None
+    """Share of the time since the version before was put in place in which no sample was in the engine; None if there
+    was no version before."""
 
 
 class EngineWeights(Protocol):

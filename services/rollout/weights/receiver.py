@@ -322,6 +322,7 @@ class PublicationReceiver:
             mode=committed.mode,
             loader_names=placed.loader_names,
             code_s=received.code_s,
+            idle_ratio=committed.idle_ratio,
         )
 
     def _expire_after(self, seconds: float, publication: PublicationId) -> None:

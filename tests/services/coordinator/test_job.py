@@ -1,6 +1,7 @@
 """A job from submission to report, with simulated peers over real gRPC and a real Redis."""
 
 import asyncio
+import itertools
 import json
 import math
 from pathlib import Path
@@ -253,6 +254,10 @@ async def test_a_group_that_comes_too_late_is_dropped_if_asked(cluster: Cluster,
     rows = [row.values for row in cluster.coordinator.client.metrics(job.id)]
     assert sum(row["training/too_stale_groups"] for row in rows) == 3
     assert all(0 <= row["trainer/idle_ratio"] <= 1 for row in rows)
+    stale = [row["fully_async/count/stale_trajectory_processed"] for row in rows]
+    lags = [row["training/off_policy/trajectory_staleness/max"] for row in rows]
+    assert [after > before for before, after in itertools.pairwise([0.0, *stale])] == [lag > 0 for lag in lags]
+    assert any(lags) and stale[-1] > 1
 
 
 Steps = list[set[str]]

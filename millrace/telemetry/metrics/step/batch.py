@@ -7,6 +7,7 @@ COORDINATOR, TRAINER = Owner.COORDINATOR, Owner.TRAINER
 SCORE = "critic/score"
 MEAN_SCORE = f"{SCORE}/mean"
 RESPONSES_CUT = "response_length/clip_ratio"
+STALE_TRAJECTORIES = "fully_async/count/stale_trajectory_processed"
 GROUPS_WITHOUT_SIGNAL = "training/groups_without_signal"
 
 BATCH = (
@@ -133,6 +134,30 @@ BATCH = (
         Unit.VERSIONS,
         COORDINATOR,
         "Version that the trainer held less the mean version of a trajectory's tokens.",
+    ),
+    StepMetric(
+        "training/off_policy/trajectory_spans/{statistic}",
+        Unit.VERSIONS,
+        COORDINATOR,
+        "Versions from the oldest to the newest of a trajectory's tokens, both counted: 1 if one version sampled all.",
+    ),
+    StepMetric(
+        "training/off_policy/trajectory_staleness/{statistic}",
+        Unit.VERSIONS,
+        COORDINATOR,
+        "Version that the trainer held less the newest version among a trajectory's tokens.",
+    ),
+    StepMetric(
+        "training/off_policy/trajectory_staleness_worst/{statistic}",
+        Unit.VERSIONS,
+        COORDINATOR,
+        "The same as `training/staleness/{statistic}`, by verl's name.",
+    ),
+    StepMetric(
+        STALE_TRAJECTORIES,
+        Unit.COUNT,
+        COORDINATOR,
+        "Trajectories that the job was trained on so far whose newest version was not the trainer's.",
     ),
     StepMetric(
         "training/too_stale_groups",

@@ -2,7 +2,7 @@
 
 from millrace.telemetry.metrics.declaration import Owner, StepMetric, Unit
 
-COORDINATOR, TRAINER = Owner.COORDINATOR, Owner.TRAINER
+COORDINATOR, REPLICA, TRAINER = Owner.COORDINATOR, Owner.REPLICA, Owner.TRAINER
 
 TOTAL_TOKENS = "perf/total_num_tokens"
 
@@ -20,6 +20,13 @@ PERFORMANCE = (
         Unit.SHARE,
         COORDINATOR,
         "`timing_s/gen` / `timing_s/step`: the share of the step in which the trainer waited for groups.",
+    ),
+    StepMetric(
+        "rollouter/idle_ratio",
+        Unit.SHARE,
+        REPLICA,
+        "Share of the time since the version before in which a replica had no sample in its engine; mean over the "
+        "replicas. The event `publication.done` has that of each.",
     ),
     StepMetric("perf/mfu/actor", Unit.SHARE, TRAINER, "Model FLOPs utilisation of the policy's updates."),
     StepMetric("perf/mfu/actor_infer", Unit.SHARE, TRAINER, "Of the policy's forward pass before the updates."),

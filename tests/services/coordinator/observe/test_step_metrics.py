@@ -55,6 +55,17 @@ def test_lengths_rewards_and_staleness_of_a_batch() -> None:
     assert found["perf/total_num_tokens"] == 8 + 2 + 8 + 8 + 2 * 5 + 2 * 3
 
 
+def test_versions_of_trajectories_have_the_names_and_values_of_verl() -> None:
+    groups = [replace(summary(5, [8, 2], [1.0, 0.0], [1, 3]), newest=[4, 3]), summary(3, [8, 8], [0.5, 0.5], [4, 4])]
+    found = batch_metrics(groups, Version(4), JobSpec.model_validate(SPEC))
+    told = {key.removeprefix("training/off_policy/trajectory_"): value for key, value in found.items()}
+    statistics = ("mean", "max", "min")
+    assert [told[f"spans/{each}"] for each in statistics] == [7 / 4, 4.0, 1.0]
+    assert [told[f"staleness/{each}"] for each in statistics] == [1 / 4, 1.0, 0.0]
+    assert [told[f"staleness_worst/{each}"] for each in statistics] == [4 / 4, 3.0, 0.0]
+    assert found["fully_async/count/stale_trajectory_processed"] == 1.0
+
+
 def test_episodes_that_are_in_no_group_are_told() -> None:
     whole, short = summary(5, [8, 2], [1.0, 0.0], [3, 4]), summary(3, [8, 8], [0.5, 0.5], [4, 4])
     spec = JobSpec.model_validate(SPEC)

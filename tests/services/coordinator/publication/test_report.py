@@ -32,3 +32,15 @@ def test_of_many_receivers_the_event_lists_the_slowest_and_the_metrics_count_all
 def test_of_few_receivers_all_are_listed_in_order() -> None:
     receivers = _reports(MEMBERS_LISTED - 1)
     assert slowest(receivers, MEMBERS_LISTED - 1) == receivers
+
+
+def test_idle_shares_are_those_of_receivers_that_had_a_version_before() -> None:
+    ref = weights_pb2.PublicationRef(job_id="job-1", version=3, epoch=1, attempt=1)
+    sender = weights_pb2.MemberReport(member_id="trainer-0")
+    idle = [weights_pb2.MemberReport(member_id=f"rollout-{n}", idle_ratio=share) for n, share in enumerate((0.0, 0.5))]
+    new = weights_pb2.MemberReport(member_id="rollout-2")
+    report = PublicationReport.of(ref, Content.MODEL, "trainer", [sender, *idle, new], {}, 1.0, 0)
+    assert report.metrics()["rollouter/idle_ratio"] == 0.25
+    assert [m.idle_ratio for m in report.done.members] == [None, 0.0, 0.5, None]
+    first = PublicationReport.of(ref, Content.MODEL, "trainer", [sender, new], {}, 1.0, 0)
+    assert "rollouter/idle_ratio" not in first.metrics()
