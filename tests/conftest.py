@@ -45,7 +45,6 @@ if sys.version_info < (3, 12):
 MEGATRON = "services/trainer/backends/megatron"
 BUSY = (
     "e2e/test_algorithms.py",
-    "e2e/test_elastic.py",
     "e2e/test_publication_faults.py",
     "e2e/test_chaos.py",
     f"{MEGATRON}/test_parity.py",

@@ -103,7 +103,7 @@ class CoreProcess(ForkedProcess):
 
 def fork_vllm() -> None:
     """From now on engines of this process fork their processes. Without it they spawn them, as without a launcher:
-    tests/e2e/test_elastic.py has a replica that does."""
+    tests/services/rollout/engines/test_vllm_processes.py has such a process, tests/e2e/test_elastic.py a replica."""
 
     def take_over_spawn() -> None:
         context: Any = SpawnContext

@@ -78,8 +78,7 @@ def demo(
 
     Status 0 only if the reward on held-out cases rose by the margin that the README states.
     """
-    begun, chosen, state = time.monotonic(), _size(size), _writable(state)
-    family = _family(model, chosen, task)
+    begun, state = time.monotonic(), _writable(state)
     options = StackOptions(
         # A stack's state is not shared between runs: each demo begins with an empty ledger.
         state=str(state / time.strftime("stack-%Y%m%d-%H%M%S")),
@@ -92,6 +91,8 @@ def demo(
         grpc_port=free_port(),
         environment={name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()},
     )
+    chosen = _size(size)  # which imports torch: what is wrong with the options above is told before
+    family = _family(model, chosen, task)
     spec = prepared(state, seed, steps, backend, chosen, lora, task, family)
     made_s = time.monotonic() - begun
     print(

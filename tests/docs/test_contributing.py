@@ -109,10 +109,15 @@ except InvalidJob as error:
 
 
 @pytest.mark.slow
-def test_what_was_added_trains_a_step(followed: Path) -> None:
-    """The loss with the tensor that it needs from the trainer, and the option, in a real step of the FSDP2 backend."""
-    (followed / "tests/services/trainer/step/test_added.py").write_text(TRAINS)
-    succeeds(followed, "-m", "pytest", "-q", "-n", "0", "tests/services/trainer/step/test_added.py")
+def test_what_was_added_trains_a_step_and_serves(followed: Path) -> None:
+    """The loss with the tensor that it needs from the trainer, and the option, in a real step of the FSDP2 backend. The
+    engine, started for real, gives what every engine owes a replica."""
+    added = "tests/services/trainer/step/test_added.py"
+    (followed / added).write_text(TRAINS)
+    tests = (added, "tests/services/rollout/engines/test_engines.py")
+    chosen = "test_a_step or (delayed and tells_what_it_is)"
+    told = succeeds(followed, "-m", "pytest", "-q", "-n", "0", *tests, "-k", chosen, limit_s=200)
+    assert "2 passed" in told
 
 
 TRAINS = """
@@ -126,11 +131,3 @@ def test_a_step(running: Trainer) -> None:  # noqa: F811
     metrics = running.step(running.spec(loss, lr=0.0), scored_groups(running.backend))
     assert metrics["actor/grad_norm"] > 0
 """
-
-
-@pytest.mark.slow
-def test_an_engine(followed: Path) -> None:
-    """Started for real, it gives what every engine owes a replica."""
-    tests = "tests/services/rollout/engines/test_engines.py"
-    told = succeeds(followed, "-m", "pytest", "-q", "-n", "0", tests, "-k", "delayed and tells_what_it_is", limit_s=200)
-    assert "1 passed" in told

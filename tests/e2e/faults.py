@@ -148,8 +148,8 @@ class Whole:
         self._trainers.close()
         at: Any = SimpleNamespace(address=self.coordinator.address, script=SimpleNamespace(members={}))
         log = self.folder / f"trainer-{len(list(self.folder.glob('trainer-*')))}.log"
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[:RANKS])}
-        self.trainer = self._trainers.enter_context(trainer(at, log, ranks=RANKS, by_command=True, **environment))
+        how = {"by_command": bool(self.devices), "CUDA_VISIBLE_DEVICES": ",".join(self.devices[:RANKS])}
+        self.trainer = self._trainers.enter_context(trainer(at, log, ranks=RANKS, **how))
         return self.trainer
 
     @property

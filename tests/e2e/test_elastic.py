@@ -6,7 +6,11 @@ import pytest
 
 from tests.e2e.conftest import adds_up, finished, until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(600)]
+"""`make test` has replicas that die and others that join from a sibling in test_publication_faults.py, the end of all
+processes of vLLM in tests/services/rollout/test_launch.py, those that it spawns in
+tests/services/rollout/engines/test_vllm_processes.py, and figures by engine in
+tests/services/trainer/step/test_metrics.py."""
 
 
 def makers(client, job_id):

@@ -1,9 +1,11 @@
 """The coordinator as a process: how it starts, refuses to start, and stops."""
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from millrace.rest import JobState
 from millrace.wire.channel import Peer
 from services.coordinator.redis_server import RedisServer
 from tests.certificates import Authority
+from tests.forked import Forked
 from tests.ports import held_port
 from tests.processes import runs
 from tests.services.coordinator.cluster import around, until
@@ -44,11 +47,16 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
 
 def refused(folder: Path, *options: str, within_s: float = 40.0) -> str:
     """What a coordinator says that does not start."""
-    command = [sys.executable, "-m", "services.coordinator", "--state-dir", str(folder), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr
+    with tempfile.TemporaryDirectory() as beside:
+        log = Path(beside) / "log"
+        process = Forked("services.coordinator", ["--state-dir", str(folder), *options], os.environ, log)
+        try:
+            status = process.wait(within_s)
+        finally:
+            process.kill()
+        told = log.read_text()
+    assert status == 1 and "Traceback" not in told, told
+    return told
 
 
 def test_it_needs_no_torch() -> None:

@@ -1,6 +1,7 @@
 """The replica as a process: how it starts, what it refuses, how it ends, and that nothing is left of it."""
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from millrace.spec import JobSpec
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.wire.channel import Peer
 from tests.deploy.expressions import without_data
+from tests.forked import Forked
 from tests.models import random_model
 from tests.processes import runs
 from tests.sender import export
@@ -33,13 +35,12 @@ def command(coordinator: str, *arguments: str, engine: str = "transformers") -> 
     return [sys.executable, "-m", "services.rollout", *fixed, *arguments]
 
 
-def refused(*arguments: str, coordinator: str = "127.0.0.1:1", engine: str = "transformers") -> str:
+def refused(log: Path, *arguments: str, engine: str = "transformers") -> str:
     """What a replica says that exits with 1 by itself."""
-    ended = subprocess.run(
-        command(coordinator, *arguments, engine=engine), capture_output=True, text=True, timeout=60, check=False
-    )
-    assert ended.returncode == 1, ended.stderr
-    return ended.stderr
+    _, _, module, *options = command("127.0.0.1:1", *arguments, engine=engine)
+    process = Forked(module, options, os.environ, log)
+    assert process.wait(60) == 1, log.read_text()
+    return log.read_text()
 
 
 @dataclass
@@ -94,16 +95,17 @@ def test_another_protocol_version_is_told_and_ends_it() -> None:
     assert "run the same release of millrace everywhere" in said
 
 
-def test_what_cannot_work_is_told_and_ends_it() -> None:
-    told = refused(engine="tgi")
+def test_what_cannot_work_is_told_and_ends_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    told = refused(log, engine="tgi")
     assert '--engine: "tgi": there is no such engine. Fix: choose one of sglang, transformers, vllm' in told
-    assert "no token is set, and other hosts can reach 0.0.0.0" in refused("--host", "10.0.0.1")
-    assert "the coordinator has not answered for" in refused("--patience-s", "0.5")
+    assert "no token is set, and other hosts can reach 0.0.0.0" in refused(log, "--host", "10.0.0.1")
+    assert "the coordinator has not answered for" in refused(log, "--patience-s", "0.5")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert f"cannot listen on 127.0.0.1:{port}" in refused("--port", str(port))
+        assert f"cannot listen on 127.0.0.1:{port}" in refused(log, "--port", str(port))
 
 
 WITH_A_STUCK_THREAD = """

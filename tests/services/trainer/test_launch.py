@@ -94,6 +94,7 @@ def test_ranks_are_started_again_and_drained(launched: Launched, tied_model: Pat
     assert [leave.member_id for leave in launched.served.script.left] == [second.member_id, third.member_id]
 
 
+@pytest.mark.matrix  # tests/services/rollout/test_launch.py has a replica without its launcher
 def test_ranks_without_their_launcher_drain(launched: Launched) -> None:
     launched.registered(1)
     left = launched.ranks()

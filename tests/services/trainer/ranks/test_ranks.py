@@ -76,12 +76,13 @@ def untimed(metrics: dict[str, float]) -> set[str]:
     return {name for name in metrics if not name.startswith("perf/mfu/")}
 
 
-WITH_PADDING = ("plain", "several rewards")
+WITH_PADDING = ("plain",)
 """The jobs that `make test` has with one sample a prompt: padding is the same for all of them."""
 OF_EPISODES = ("correction, sequence mean, recompute", "squared probabilities")
 """The jobs that are compared on episodes of several turns and trajectories."""
-OTHERWISE = (*WITH_PADDING, *OF_EPISODES)
-"""The jobs that `make test` has in one of these ways, and `make test-all` with four samples a prompt too."""
+OTHERWISE = (*WITH_PADDING, *OF_EPISODES, "several rewards", "greedy baseline")
+"""The jobs that `make test` has in one of these ways, and `make test-all` with four samples a prompt too. The last two
+differ in the advantage alone: step/test_every_algorithm.py has theirs on one rank."""
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,8 @@ def test_published_by_two_ranks_bit_for_bit(
 def test_a_lost_rank_is_named_and_the_trainer_ends(
     how: signal.Signals, served: ScriptedCoordinator, tied_model: Path, tmp_path: Path
 ) -> None:
-    with trainer(served, tmp_path / "log", ranks=2, by_command=True, **IMPATIENT) as running:
+    by_command = how == signal.SIGKILL  # by which torchrun ends the others
+    with trainer(served, tmp_path / "log", ranks=2, by_command=by_command, **IMPATIENT) as running:
         calls = running.calls()
         calls.configure(job_spec(tied_model))
         served.script.groups = random_groups(4, 4)

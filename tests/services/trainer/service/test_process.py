@@ -1,8 +1,7 @@
 """One trainer process: the fleet, draining, failing. Where it is about the start it is started by its command."""
 
+import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from millrace.contracts.v1 import fleet_pb2
 from millrace.contracts.v1 import trainer_pb2 as pb
+from tests.forked import Forked
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
 from tests.services.trainer.groups import job_spec, random_groups
 from tests.services.trainer.process import TrainerProcess, trainer
@@ -86,10 +86,11 @@ def test_a_taken_port_is_told(served: ScriptedCoordinator, tmp_path: Path) -> No
 
 
 def test_an_address_for_all_needs_a_token(served: ScriptedCoordinator, tmp_path: Path) -> None:
-    arguments = ("-m", "services.trainer", "--coordinator", served.address, "--host", "10.0.0.1")
-    told = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False)
-    assert told.returncode == 1 and "no token is set, and other hosts can reach 0.0.0.0" in told.stderr
-    assert "Traceback" not in told.stderr
+    log = tmp_path / "log"
+    process = Forked("services.trainer", ("--coordinator", served.address, "--host", "10.0.0.1"), os.environ, log)
+    assert process.wait(60) == 1
+    told = log.read_text()
+    assert "no token is set, and other hosts can reach 0.0.0.0" in told and "Traceback" not in told
 
 
 def test_a_bad_model_leaves_it_ready_for_a_good_one(

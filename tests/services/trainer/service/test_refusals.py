@@ -65,8 +65,9 @@ def job(what: str, rank: int, model: Path, folder: Path) -> str:
     ("what", "words"),
     [
         ("model", "model.path"),
-        ("critic", "algorithm.critic.path"),
-        ("policy loss", "algorithm.policy_loss.name"),
+        # the first and the last thing that a rank may refuse are around these
+        pytest.param("critic", "algorithm.critic.path", marks=pytest.mark.matrix),
+        pytest.param("policy loss", "algorithm.policy_loss.name", marks=pytest.mark.matrix),
         ("loading", "own-1.py:1: ModuleNotFoundError"),
     ],
 )

@@ -225,9 +225,9 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
 """Options of two ranks."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
-    """A trainer of two ranks, configured for job after job."""
+    """A trainer of two ranks, configured for job after job. Of a file: ranks that wait take a twentieth of a core."""
     log = tmp_path_factory.mktemp("two") / "log"
     with coordinator() as served, trainer(served, log, ranks=2) as running:
         yield TwoRanks(running, served)

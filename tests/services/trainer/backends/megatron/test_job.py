@@ -29,7 +29,8 @@ from tests.services.trainer.step.test_step import OPTIMIZER, Groups, local_step,
 ALGORITHM = {"kl": {"name": "k3"}, "kl_coefficient": 0.5, "entropy_coefficient": 0.01}
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
+# test_parity.py has the updates on two data-parallel ranks
+@pytest.mark.parametrize("name", ["TP2", "PP2", pytest.param("DP2", marks=pytest.mark.matrix)])
 def test_trains_as_one_rank_of_the_other_backend_and_publishes_it(
     name: str,
     two_ranks: TwoRanks,
@@ -139,7 +140,8 @@ def test_distils_as_one_rank_of_the_other_backend(
             assert together[metric] == pytest.approx(alone[metric], rel=2e-5, abs=small), (number, metric)
 
 
-@pytest.mark.parametrize("poison", [poisoned_reward, poisoned_logprob])
+# step/test_step.py has both on one rank
+@pytest.mark.parametrize("poison", [pytest.param(poisoned_reward, marks=pytest.mark.matrix), poisoned_logprob])
 def test_a_number_that_is_none_stops_the_step_and_nothing_is_written(
     poison: Callable[[Groups], str], two_ranks: TwoRanks, tied_model: Path, tmp_path: Path
 ) -> None:
