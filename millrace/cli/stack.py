@@ -15,6 +15,7 @@ from millrace.local.state_folder import is_running, read_state, span
 from millrace.local.state_folder import scale as ask_for
 
 MOST_REPLICAS = 64
+MOST_STANDBYS = 4
 STATE = Path("state")
 StateOption = Annotated[
     Path, typer.Option(help="Folder for data and logs. A stack that is started on it again continues from there.")
@@ -43,6 +44,14 @@ def up(
     standby: Annotated[
         bool, typer.Option(help="Keep a second trainer process that has imported everything, about 0.4 GB.")
     ] = True,
+    standby_trainers: Annotated[
+        int,
+        typer.Option(
+            help="Trainers that hold the job and its newest state, to go on within seconds. Each has --ranks ranks.",
+            min=0,
+            max=MOST_STANDBYS,
+        ),
+    ] = 0,
     state: StateOption = STATE,
     http_host: Annotated[str, typer.Option(help="Address of the REST API; 0.0.0.0 allows other hosts.")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="Port of the REST API; 0: a free port.")] = 7700,
@@ -75,6 +84,7 @@ def up(
         share_gpus=share_gpus,
         partition=partition,
         standby=standby,
+        standby_trainers=standby_trainers,
         http_host=http_host,
         http_port=http_port or free_port(),
         grpc_port=grpc_port or free_port(),

@@ -33,6 +33,9 @@ class TrainerConfigured(EventData):
         description="Why it gets all groups of a step at once; empty if it gets them as they are completed "
         "(`trainer.streaming`).",
     )
+    stood_by: bool = Field(
+        False, description="Whether it held the job before it got the seat, as a trainer that stood by."
+    )
 
 
 class TrainerLost(EventData):

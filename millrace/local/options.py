@@ -34,7 +34,10 @@ class StackOptions:
     partition: str = ""
     """Partition of the fleet that trainer and replicas work in; empty: the default one."""
     standby: bool = True
-    """A second launcher of the trainer is kept, which has imported and waits until the first one has ended."""
+    """A second launcher of the trainer is kept, which has imported and waits until the first one has ended. Not beside
+    standby trainers."""
+    standby_trainers: int = 0
+    """Trainers that hold the job beside the one in the seat, each with `ranks` ranks."""
     http_port: int = 7700
     grpc_port: int = 7600
     http_host: str = "127.0.0.1"
@@ -75,7 +78,7 @@ class Service:
     """One process of the stack."""
 
     name: str
-    """coordinator, trainer, rollout-0, rollout-1, ..."""
+    """coordinator, trainer, trainer-1, rollout-0, rollout-1, ..."""
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     vital: bool
@@ -84,6 +87,11 @@ class Service:
     """How long it may take to stop when asked."""
     standby: bool = False
     """Whether a second process of it is kept that has imported and waits: see `millrace.local.launcher.stand_by`."""
+
+    @property
+    def kind(self) -> str:
+        """Services of the same kind can stand in for each other."""
+        return self.name.partition("-")[0]
 
 
 LOCAL = {"MILLRACE_HOST": "127.0.0.1"}
@@ -104,8 +112,16 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
     environment = {**LOCAL, "MILLRACE_STACK_STATE": str(options.folder.absolute()), **options.environment}
     if options.partition:
         environment["MILLRACE_PARTITION"] = options.partition
-    wanted = [options.ranks, *[options.gpus_per_replica] * options.replicas]
-    trained_on, *generated_on = share_out(devices, wanted, shared=options.share_gpus)
+    trainers = 1 + options.standby_trainers
+    wanted = [*[options.ranks] * trainers, *[options.gpus_per_replica] * options.replicas]
+    shares = share_out(devices, wanted, shared=options.share_gpus, trainers=trainers)
+
+    def trainer(number: int, visible: Mapping[str, str]) -> Service:
+        module = (python, "-m", "services.trainer.launch")
+        argv = (*module, "--ranks", str(options.ranks), "--coordinator", coordinator)
+        standby = options.standby and not options.standby_trainers
+        name = f"trainer-{number}" if number else "trainer"
+        return Service(name, argv, {**environment, **visible}, vital=True, grace_s=20.0, standby=standby)
 
     def replica(number: int, visible: Mapping[str, str]) -> Service:
         engine = options.engines[number % len(options.engines)]
@@ -121,31 +137,27 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
             vital=True,
             grace_s=15.0,
         ),
-        Service(
-            "trainer",
-            (python, "-m", "services.trainer.launch", "--ranks", str(options.ranks), "--coordinator", coordinator),
-            {**environment, **trained_on},
-            vital=True,
-            grace_s=20.0,
-            standby=options.standby,
-        ),
-        *(replica(number, visible) for number, visible in enumerate(generated_on)),
+        *(trainer(number, visible) for number, visible in enumerate(shares[:trainers])),
+        *(replica(number, visible) for number, visible in enumerate(shares[trainers:])),
     ]
 
 
-def share_out(devices: Sequence[str], wanted: Sequence[int], *, shared: bool = False) -> list[dict[str, str]]:
+def share_out(
+    devices: Sequence[str], wanted: Sequence[int], *, shared: bool = False, trainers: int = 1
+) -> list[dict[str, str]]:
     """Environment that gives each process as many devices as it wants, one after the other; if `shared`, the first
-    again after the last. NCCL takes no two ranks of one host on one device, so processes that share seem to be on hosts
-    of their own: between them weights go over sockets.
+    again after the last. The first `trainers` of `wanted` are trainers, the others replicas. NCCL takes no two ranks of
+    one host on one device, so processes that share seem to be on hosts of their own: between them weights go over
+    sockets.
 
     Raises InvalidState if there are devices but too few.
     """
     if not devices:
         return [{} for _ in wanted]
     if max(wanted) > len(devices) or (sum(wanted) > len(devices) and not shared):
+        need = f"{sum(wanted[:trainers])} ranks and {len(wanted) - trainers} replicas need {sum(wanted)} CUDA devices"
         raise InvalidState(
-            f"{wanted[0]} ranks and {len(wanted) - 1} replicas need {sum(wanted)} CUDA devices, this host shows "
-            f"{len(devices)}: {', '.join(devices)}.",
+            f"{need}, this host shows {len(devices)}: {', '.join(devices)}.",
             "start fewer, let them share with --share-gpus, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU.",
         )
     environments, first = [], 0

@@ -244,8 +244,7 @@ class Supervisor:
 
     def give_up(self, service: Service) -> None:
         self.given_up.add(service.name)
-        replicas = {s.name for s in self.services if not s.vital}
-        if service.vital or replicas <= self.given_up:
+        if {s.name for s in self.services if s.kind == service.kind} <= self.given_up:
             self.failure = Unavailable(
                 f"{service.name} keeps dying and the stack is of no use without it.",
                 f"look at {self.logs[service.name].path}, and run `millrace doctor`.",
@@ -275,7 +274,7 @@ class Supervisor:
                 with contextlib.suppress(Unavailable):
                     fleet = await asyncio.to_thread(client.fleet)
                     replicas = [m for m in fleet.replicas if m.state not in (MemberState.LEFT, MemberState.LOST)]
-                    if fleet.trainers and len(replicas) >= self.options.replicas:
+                    if len(fleet.trainers) > self.options.standby_trainers and len(replicas) >= self.options.replicas:
                         break
                 await asyncio.sleep(LOOK_S)
         if self.stopping.is_set():

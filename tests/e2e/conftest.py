@@ -31,8 +31,9 @@ def job(tmp_path: Path, model: Path) -> dict[str, Any]:
     return vowels_job(tmp_path, model)
 
 
-def vowels_job(folder: Path, model: Path) -> dict[str, Any]:
-    """A small job of long answers, so that there is always something in flight. The reward counts vowels."""
+def vowels_job(folder: Path, model: Path, count: int = ROWS) -> dict[str, Any]:
+    """A small job of long answers to `count` prompts, so that there is always something in flight. The reward counts
+    vowels."""
     rows = [
         PromptRow(
             index=n,
@@ -42,7 +43,7 @@ def vowels_job(folder: Path, model: Path) -> dict[str, Any]:
             reward_style="rule",
             extra_info={"index": n},
         )
-        for n in range(ROWS)
+        for n in range(count)
     ]
     write_rows(folder / "train.parquet", rows)
     (folder / "vowels.py").write_text(

@@ -24,6 +24,16 @@ def test_services_in_starting_order_with_their_options() -> None:
     assert "--engine transformers" in first and "--coordinator 127.0.0.1:7601" in first
 
 
+def test_trainers_that_stand_by_have_devices_of_their_own() -> None:
+    options = StackOptions("/somewhere", ranks=2, standby_trainers=1)
+    _, first, second, replica = services(options, ["0", "1", "2", "3", "4"])
+    assert [s.environment["CUDA_VISIBLE_DEVICES"] for s in (first, second, replica)] == ["0,1", "2,3", "4"]
+    assert (first.name, second.name, first.kind) == ("trainer", "trainer-1", second.kind) and first.argv == second.argv
+    assert first.vital and second.vital and not first.standby, "a trainer that stands by is faster than a launcher"
+    with pytest.raises(InvalidState, match="4 ranks and 1 replicas need 5 CUDA devices, this host shows 1: 0"):
+        services(options, ["0"])
+
+
 def test_several_engines_are_taken_in_turn() -> None:
     made = services(StackOptions("/somewhere", replicas=3, engine="vllm, sglang"))
     engines = [s.argv[s.argv.index("--engine") + 1] for s in made if s.name.startswith("rollout")]

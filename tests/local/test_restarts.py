@@ -1,4 +1,8 @@
+from pathlib import Path
+
 from millrace.local.lives import Restarts
+from millrace.local.options import StackOptions, services
+from millrace.local.supervisor import Supervisor
 
 
 def test_waits_grow_up_to_a_bound_and_then_it_gives_up() -> None:
@@ -20,3 +24,16 @@ def test_a_process_that_had_joined_the_fleet_is_never_given_up() -> None:
     assert restarts.used == 0, "what it died of may be a job's fault: it leaves the limit to lives that never joined"
     assert [restarts.wait_s(50), restarts.wait_s(51), restarts.wait_s(52)] == [15, 15, None]
     assert restarts.wait_s(53, joined=True) == 3
+
+
+def test_the_stack_is_of_no_use_once_no_service_of_a_kind_can_run(tmp_path: Path) -> None:
+    def given_up(*names: str) -> bool:
+        options = StackOptions(str(tmp_path), replicas=2, standby_trainers=1)
+        stack = Supervisor(options, services(options), services)
+        for service in stack.services:
+            if service.name in names:
+                stack.give_up(service)
+        return stack.failure is not None and stack.stopping.is_set()
+
+    assert not given_up("trainer", "rollout-1") and not given_up("trainer-1")
+    assert given_up("trainer", "trainer-1") and given_up("rollout-0", "rollout-1") and given_up("coordinator")

@@ -28,8 +28,6 @@ LOST_SHOWN_S = 120.0
 """How long a lost member is still shown."""
 LONGEST_WORDS = 4000
 """Characters of a member's last words that are kept."""
-LONGEST_RETRY_S = 60.0
-"""Longest wait before a member that fails repeatedly is tried again."""
 
 
 Gone = Callable[[Member, str], Awaitable[None]]
@@ -236,8 +234,7 @@ class Fleet:
         after a wait that grows with each failure. A member that cannot be reached is removed."""
         await self.suspect(member)
         member.weights = member.configured = None
-        member.failures += 1
-        member.retry_at = time.monotonic() + min(LONGEST_RETRY_S, 2.0**member.failures)
+        member.failed()
         if not member.gone.is_set():
             self.epoch = await self._store.members.grow()
             await self._store.members.put(member.id, member.to_json())

@@ -83,6 +83,12 @@ class Partition:
         return next(trainers, None)
 
     @property
+    def standbys(self) -> list[Member]:
+        """The trainers that wait for the seat, those first that registered first."""
+        trainers = [m for m in self._fleet.of_kind(MemberKind.TRAINER) if self.has(m) and not m.draining]
+        return trainers[1:]
+
+    @property
     def replicas(self) -> list[Member]:
         """Replicas that generate and are not draining."""
         return self.pool(ROLLOUT)

@@ -6,7 +6,7 @@ started again from the top: after a crash of the coordinator, of Redis or of the
 
 from services.coordinator.stages.admit import admit
 from services.coordinator.stages.checkpoint import checkpoint, keep_best
-from services.coordinator.stages.configure import configure
+from services.coordinator.stages.configure import configure, copy_to_standbys
 from services.coordinator.stages.evaluate import evaluate
 from services.coordinator.stages.issue import issue
 from services.coordinator.stages.publish import publish
@@ -35,6 +35,7 @@ async def train(run: Run) -> None:
         if not run.done:
             await issue(run)
         await checkpoint(run)
+        await copy_to_standbys(run)
         await evaluate(run)
         await track(run)
         await keep_best(run)

@@ -24,6 +24,7 @@ from services.coordinator.jobs.placing import Placing
 from services.coordinator.jobs.waiting import JobViews, WaitingEvents
 from services.coordinator.stages.checkpoint import recover
 from services.coordinator.stages.checkpoint_copies import copies_done
+from services.coordinator.stages.configure import forget_copies
 from services.coordinator.stages.report import report
 from services.coordinator.stages.run import Cancelled, Components, Run
 from services.coordinator.state.bell import waited
@@ -142,7 +143,8 @@ class Runner:
                 if task.done():
                     task.result()
         finally:
-            begun = [loop, joining, *(each for each in (run.saving, run.copying) if each is not None)]
+            others = (run.saving, run.copying, run.standing_by)
+            begun = [loop, joining, *(each for each in others if each is not None)]
             for each in begun:
                 each.cancel()
             await asyncio.gather(*begun, return_exceptions=True)
@@ -186,6 +188,7 @@ class Runner:
             with contextlib.suppress(TrainerLost):
                 await recover(run)
             await copies_done(run)
+            await forget_copies(run)
             await run.refresh()
             await report(run, state, message)
         now = time.time()

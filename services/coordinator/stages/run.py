@@ -94,6 +94,16 @@ class TimeWithoutReplicas:
         return self.seconds
 
 
+@dataclass
+class Standby:
+    """What the job's loop and the task that serves the trainers that stand by know of each other."""
+
+    ready: bool = False
+    """Whether one that stands by holds the job."""
+    begun: str = ""
+    """The folder with the state that the trainer writes for them; empty if it writes none."""
+
+
 class Run:
     """A job that runs, from its start or resume to its end. Each stage of the loop gets it."""
 
@@ -115,6 +125,9 @@ class Run:
         """Waits for the checkpoint that the trainer is writing."""
         self.copying: asyncio.Task[None] | None = None
         """Copies the newest checkpoint to the object store, after the one before."""
+        self.standby = Standby()
+        self.standing_by: asyncio.Task[None] | None = None
+        """Keeps the trainers that stand by ready."""
         self.trackers: list[Tracker] | None = None
         """Opened when the first row is sent."""
         self.microbatches_at_once = 0

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from millrace.errors import InvalidState, NotFound
-from millrace.ids import JobId, Version
+from millrace.ids import JobId, MemberId, Version
 from millrace.rest import JobRequest, JobState, JobSummary, JobView, WaitingView, WarningView
 from millrace.rest.coverage import Coverage
 from millrace.rest.fleet import DEFAULT_PARTITION
@@ -100,7 +100,8 @@ class JobRecord:
     lineage: int = 0
     """Grows with every start, and whenever the trainer goes back. Weights of another lineage are not valid."""
     configuration: str = ""
-    """Names the last loading of the job by a trainer. A trainer that holds it from another loading loads it again."""
+    """Names the last loading of the job by a trainer in the seat. A trainer that holds it from another loading loads it
+    again, except one that stood by during this one: see `standby_configuration`."""
     cursor: int = 0
     """Prompts drawn from the data, over all passes."""
     rows: int = 0
@@ -155,6 +156,11 @@ class JobRecord:
     @cached_property
     def spec_digest(self) -> str:
         return hashlib.sha256(self.spec_json.encode()).hexdigest()
+
+    def standby_configuration(self, member: MemberId) -> str:
+        """Names the loading of the job by a trainer that stands by. It is another one as soon as a trainer in the seat
+        has loaded the job, so that no trainer goes on from a state that the ledger left."""
+        return hashlib.sha256(f"{self.configuration} {member}".encode()).hexdigest()[:16]
 
     @cached_property
     def spec_for_members(self) -> str:

@@ -25,6 +25,8 @@ the coordinator's processor time."""
 LONGEST_HEARTBEAT_S = 10.0
 MISSED = 2.0
 """Intervals by which the time until a member is lost grows, when the interval between heartbeats does."""
+LONGEST_RETRY_S = 60.0
+"""Longest wait before a member that fails repeatedly is tried again."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,11 @@ class Member:
         """Why it could not be configured for the job with this spec; None if that did not happen."""
         last = self.unconfigured
         return last if last is not None and (last.job_id, last.spec) == (job_id, spec) else None
+
+    def failed(self) -> None:
+        """A configuration or a publication has failed: the next one waits, longer each time."""
+        self.failures += 1
+        self.retry_at = time.monotonic() + min(LONGEST_RETRY_S, 2.0**self.failures)
 
     @property
     def due(self) -> bool:

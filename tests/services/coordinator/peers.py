@@ -221,9 +221,7 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
             self.version, self.trained = 0, {}
             self.configured.append(request.checkpoint)
             if request.checkpoint:
-                saved = json.loads((Path(request.checkpoint) / "state.json").read_text())
-                self.version = saved["version"]
-                self.trained = {int(step): prompts for step, prompts in saved["trained"].items()}
+                self._read(request.checkpoint)
             self.added = []
         return trainer_pb2.ConfigureTrainerResponse(
             version=self.version, world_size=1, parameters=8, microbatches_at_once=1
@@ -232,6 +230,18 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
     def _check(self, job_id: str) -> None:
         if job_id != self.job_id:
             raise Fenced(f"the trainer holds {self.job_id or 'no job'}, not {job_id}.")
+
+    def _read(self, folder: str) -> None:
+        saved = json.loads((Path(folder) / "state.json").read_text())
+        self.version = saved["version"]
+        self.trained = {int(step): prompts for step, prompts in saved["trained"].items()}
+
+    async def Load(self, request, context):
+        await self.faults.strike("Load", request)
+        self._check(request.job_id)
+        self._read(request.path)
+        self.last, self.added = None, []
+        return trainer_pb2.LoadResponse(version=self.version)
 
     async def AddPart(self, request, context):
         async with self._stepping:

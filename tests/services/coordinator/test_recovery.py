@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -11,12 +12,13 @@ import pytest
 from millrace.client import Client
 from millrace.contracts.methods import FleetRpc
 from millrace.contracts.v1 import fleet_pb2
-from millrace.errors import Unavailable
+from millrace.errors import InvalidState, Unavailable
 from millrace.rest import JobState
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.store.connection import Connection
 from tests.services.coordinator.cluster import Cluster, scenario, until
 from tests.services.coordinator.conftest import CoordinatorProcess
+from tests.services.coordinator.peers import SimulatedTrainer
 
 
 async def restart(cluster: Cluster) -> None:
@@ -234,10 +236,152 @@ async def test_a_trainer_that_stands_by_takes_the_seat_when_it_is_free(cluster: 
     await cluster.reached(job_id, 1)
     second = await cluster.trainer()
     await cluster.reached(job_id, 3)
-    assert second.configured == [] and await cluster.events(job_id, "job.rewound") == []
+    assert len(second.configured) == 1 and await cluster.events(job_id, "job.rewound") == []
     await first.die()
     job = await cluster.ended(job_id)
     assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert len(second.configured) == 1, "it goes on from what it holds"
+    await trained_once(cluster, job_id, second)
+
+
+async def holds(trainer: SimulatedTrainer, least: int) -> None:
+    await until(lambda: asyncio.sleep(0, trainer.version), lambda version: version >= least)
+
+
+async def dies(trainer: SimulatedTrainer, dying: list[asyncio.Task[None]]) -> None:
+    """In the middle of a call."""
+    dying.append(asyncio.create_task(trainer.die()))
+    await asyncio.sleep(60)
+
+
+def dies_in_step_4(first: SimulatedTrainer, second: SimulatedTrainer) -> None:
+    """`first` dies as soon as `second` holds version 3."""
+    dying: list[asyncio.Task[None]] = []
+
+    async def step(request: Any) -> None:
+        if request.step == 4:
+            await holds(second, 3)
+            await dies(first, dying)
+
+    first.faults["Step"] = step
+
+
+@scenario
+async def test_a_trainer_that_stands_by_goes_on_with_the_step_that_was_under_way(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    """Nothing is trained or generated again, without any checkpoint."""
+    first, second, _ = await cluster.trainer(), await cluster.trainer(), await cluster.replica()
+    dies_in_step_4(first, second)
+    job_id = await cluster.submit(spec)
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert await cluster.events(job_id, "job.rewound") == []
+    assert [e.data.member for e in await cluster.events(job_id, "trainer.configured") if e.data.stood_by] == [second.id]
+    assert second.configured == [""] and set((first.every + second.every).values()) == {1}
+    await trained_once(cluster, job_id, second)
+    assert not (Path(spec["output"]) / "standby").exists()
+
+
+@scenario
+async def test_a_copy_that_was_not_written_whole_leaves_the_one_before(cluster: Cluster, spec: dict[str, Any]) -> None:
+    first, second, _ = await cluster.trainer(), await cluster.trainer(), await cluster.replica()
+    dying: list[asyncio.Task[None]] = []
+
+    async def finish(request: Any) -> None:
+        if request.path.endswith("step-3"):
+            await dies(first, dying)
+
+    async def step(request: Any) -> None:
+        await holds(second, min(request.step - 1, 2))
+
+    first.faults["FinishSave"], first.faults["Step"] = finish, step
+    job_id = await cluster.submit(spec)
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert [event.data.version for event in await cluster.events(job_id, "job.rewound")] == [2]
+    assert second.configured == [""]
+    await trained_once(cluster, job_id, second)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_trainer_that_gets_the_seat_loads_what_is_newer(
+    damaged: bool, shared: CoordinatorProcess, spec: dict[str, Any]
+) -> None:
+    """The checkpoint of the last step, which it does not hold. Where that cannot be read, it loads the job anew."""
+
+    @scenario
+    async def played(cluster: Cluster, spec: dict[str, Any]) -> None:
+        first, second, _ = await cluster.trainer(), await cluster.trainer(), await cluster.replica()
+        spec["schedule"]["save_every_steps"] = 4
+        dying: list[asyncio.Task[None]] = []
+
+        async def load(_: Any) -> None:
+            if damaged or not dying:
+                raise InvalidState("the file is damaged")
+
+        async def step(request: Any) -> None:
+            if request.step == 1:
+                await holds(second, 0)
+            if request.step == 5:
+                await until(lambda: cluster.job(job_id), lambda job: (job.checkpoint or "").endswith("step-4"))
+                await dies(first, dying)
+
+        first.faults["Step"], second.faults["Load"] = step, load
+        job_id = await cluster.submit(spec)
+        job = await cluster.ended(job_id)
+        assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+        assert await cluster.events(job_id, "job.rewound") == []
+        assert second.configured == ["", *[f"{spec['output']}/checkpoints/step-4"] * damaged]
+        assert [e.data.stood_by for e in await cluster.events(job_id, "trainer.configured")] == [False, not damaged]
+        await trained_once(cluster, job_id, second)
+
+    played(shared, spec)
+
+
+@scenario
+async def test_a_trainer_that_stood_by_in_another_past_is_not_believed(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """It is cut off with version 3, and comes back when the job has begun again without it."""
+    first, second, _ = await cluster.trainer(), await cluster.trainer(), await cluster.replica()
+    dying: list[asyncio.Task[None]] = []
+
+    async def both_die(request: Any) -> None:
+        if request.step == 4:
+            await holds(second, 3)
+            dying.append(asyncio.create_task(second.die()))
+            await dies(first, dying)
+
+    async def dies_later(request: Any) -> None:
+        if request.step == 5:
+            await until(lambda: asyncio.sleep(0, len(second.configured) == 2))
+            await holds(second, 4)
+            await dies(third, dying)
+
+    first.faults["Step"] = both_die
+    job_id = await cluster.submit(spec)
+    await until(lambda: asyncio.sleep(0, len(dying) == 2))
+    third = await cluster.trainer()
+    third.faults["Step"] = dies_later
+    await holds(third, 2)
+    assert (second.version, second.configured) == (3, [""])
+    await second.come_back()
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert len(second.configured) == 2
+    await trained_once(cluster, job_id, second)
+
+
+@scenario
+async def test_a_trainer_stands_by_across_a_restart_of_the_coordinator(cluster: Cluster, spec: dict[str, Any]) -> None:
+    first, second, _ = await cluster.trainer(step_s=0.1), await cluster.trainer(), await cluster.replica()
+    dies_in_step_4(first, second)
+    job_id = await cluster.submit(spec)
+    await holds(second, 1)
+    cluster.coordinator.kill()
+    await asyncio.to_thread(cluster.coordinator.start)
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert second.configured == [""] and await cluster.events(job_id, "job.rewound") == []
     await trained_once(cluster, job_id, second)
 
 

@@ -8,6 +8,7 @@ STEP_SECONDS = "timing_s/step"
 UPDATE_WEIGHTS = "timing_s/update_weights"
 """The last of the values that a finished step always has."""
 TESTING = "timing_s/testing"
+STANDBY_COPY = "timing_s/copy_to_standbys"
 PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
 """The parts of a step that `timing_per_token_ms/{part}` is reported of."""
 
@@ -34,6 +35,12 @@ TIMING = (
         SECONDS,
         COORDINATOR,
         "From the start of a save until the checkpoint was on the disk; in the row of the step that noticed the end.",
+    ),
+    StepMetric(
+        STANDBY_COPY,
+        SECONDS,
+        COORDINATOR,
+        "How long the job waited for the trainer's state to be copied for trainers that stand by.",
     ),
     StepMetric(
         "timing_s/generate/{statistic}",
