@@ -36,7 +36,7 @@ from millrace.megatron.architectures.published import shape_of
 from millrace.megatron.architectures.shape import sequence_cost
 from millrace.spec import JobSpec, parse
 from services.trainer.backends import build
-from services.trainer.backends.fsdp2.loading.folder import ModelFolder
+from services.trainer.backends.fsdp2.loading import ModelFolder
 from services.trainer.protocol.backend import Backend, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks.world import World

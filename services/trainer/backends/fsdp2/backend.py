@@ -24,7 +24,7 @@ from millrace.spec import JobSpec
 from millrace.spec.trainer import Role
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
-from services.trainer.backends.fsdp2 import attention, head, recurrent
+from services.trainer.backends.fsdp2 import attention, head, published, recurrent
 from services.trainer.backends.fsdp2.adapted import ModuleAdapter, adapters_off
 from services.trainer.backends.fsdp2.computable import check_config
 from services.trainer.backends.fsdp2.critic import Fsdp2Critic
@@ -32,9 +32,7 @@ from services.trainer.backends.fsdp2.flops import sequence_cost
 from services.trainer.backends.fsdp2.head import token_scores
 from services.trainer.backends.fsdp2.model import FIELD as MODEL_FIELD
 from services.trainer.backends.fsdp2.model import Sharding, decoder_layers, load_config, policy
-from services.trainer.backends.fsdp2.published import shards
-from services.trainer.backends.fsdp2.published.parts import parts
-from services.trainer.backends.fsdp2.published.shards import export, manifest
+from services.trainer.backends.fsdp2.published import export, manifest, parts
 from services.trainer.backends.fsdp2.sequence_parallel import RankTokens, SequenceGroup, divide_ranks, group_of_role
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel, reset_sharding
 from services.trainer.backends.fsdp2.tower import Tower
@@ -94,7 +92,7 @@ class Fsdp2Backend(ShardedModel):
         self._attention = sharding.attention
         self._rank = mesh.get_rank()
         self.adapter: ModuleAdapter | None = None
-        self._merging: shards.MergedLayers | None = None
+        self._merging: published.MergedLayers | None = None
         self._dropout = False
         model: Any = self._policy(spec, config, sharding, options)
         self._recurrent = bool(recurrent.layers(model))
@@ -144,7 +142,7 @@ class Fsdp2Backend(ShardedModel):
         self._dropout = chosen.dropout > 0
         settings = settings_of(described)
         parted = parts(model, settings, self.device, self._rank)
-        self._merging = shards.MergedLayers(settings.scale, self.device)
+        self._merging = published.MergedLayers(settings.scale, self.device)
         self.adapter = ModuleAdapter(model, settings, described, self._rank, parted)
         return model
 
@@ -260,7 +258,7 @@ class Fsdp2Backend(ShardedModel):
 
     def shards(self, dtype: str) -> Memory | None:
         if dtype not in self._shards:
-            self._shards[dtype] = shards.shards(self._model, dtype, self.device, merging=self._merging)
+            self._shards[dtype] = published.shards(self._model, dtype, self.device, merging=self._merging)
         if self._merging is not None:
             self._merging.refresh()
         return self._shards[dtype]

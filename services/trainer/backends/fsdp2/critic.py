@@ -17,8 +17,7 @@ from services.trainer.backends.fsdp2 import recurrent
 from services.trainer.backends.fsdp2.attention import model_inputs
 from services.trainer.backends.fsdp2.computable import check_config
 from services.trainer.backends.fsdp2.flops import sequence_cost
-from services.trainer.backends.fsdp2.loading.boxes import LocalPart
-from services.trainer.backends.fsdp2.loading.folder import ModelFolder
+from services.trainer.backends.fsdp2.loading import LocalPart, ModelFolder
 from services.trainer.backends.fsdp2.model import (
     Sharding,
     build_unfilled,
@@ -26,7 +25,7 @@ from services.trainer.backends.fsdp2.model import (
     load_config,
     shard_model,
 )
-from services.trainer.backends.fsdp2.published.shards import export
+from services.trainer.backends.fsdp2.published import export
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel
 from services.trainer.checkpoints.model_files import CRITIC_FIELD, config_changes, stored_head
 from services.trainer.protocol.backend import Output, ValueLossFn

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from millrace.spec.trainer import Optimizer
-from services.trainer.backends.fsdp2.loading.boxes import LocalPart
+from services.trainer.backends.fsdp2.loading import LocalPart
 from services.trainer.protocol.local_tensors import LocalBoxes, NamedTensors
 
 PART_BYTES = 512 << 20

@@ -5,7 +5,7 @@ from transformers import PreTrainedModel
 
 from millrace.lora import AskedAdapter, recurrent_layers
 from millrace.spec.lora import Lora, is_router
-from services.trainer.backends.fsdp2.published.shards import manifest
+from services.trainer.backends.fsdp2.published import manifest
 
 
 def choose_layers(module: PreTrainedModel, lora: Lora) -> list[str]:

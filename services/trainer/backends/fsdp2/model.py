@@ -17,7 +17,7 @@ from millrace.errors import InvalidJob
 from millrace.spec.model import Model
 from services.trainer.backends.fsdp2 import recurrent
 from services.trainer.backends.fsdp2.computable import check_computable, named
-from services.trainer.backends.fsdp2.loading.folder import FIX, ModelFolder
+from services.trainer.backends.fsdp2.loading import FIX, ModelFolder
 from services.trainer.backends.fsdp2.noise import set_noise
 from services.trainer.backends.fsdp2.sequence_parallel import SequenceGroup
 from services.trainer.backends.fsdp2.tower import loader_of, without_tower

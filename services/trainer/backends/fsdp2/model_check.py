@@ -23,7 +23,7 @@ from millrace.spec.model import Model
 from services.trainer.backends.fsdp2 import attention
 from services.trainer.backends.fsdp2.computable import check_computable, check_config
 from services.trainer.backends.fsdp2.layer_choice import choose_layers
-from services.trainer.backends.fsdp2.loading.boxes import check_whole_folder
+from services.trainer.backends.fsdp2.loading import check_whole_folder
 from services.trainer.backends.fsdp2.model import FIELD, load_config
 from services.trainer.backends.fsdp2.proof.implementations import FLASH
 from services.trainer.backends.fsdp2.tower import loader_of, without_tower

@@ -16,7 +16,7 @@ from millrace.megatron.rules import check
 from millrace.megatron.topology import Topology
 from millrace.spec import JobSpec
 from services.trainer.backends.megatron.backend import MegatronBackend, ModelSetup
-from services.trainer.backends.megatron.cpu.megatron_calls import patch_megatron
+from services.trainer.backends.megatron.cpu import patch_megatron
 from services.trainer.backends.megatron.critic import build_critic
 from services.trainer.backends.megatron.model.layers import layers
 from services.trainer.backends.recurrence import check_kernels

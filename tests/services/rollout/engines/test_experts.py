@@ -96,7 +96,7 @@ def test_versions_arrive_and_are_what_is_sampled_from(kind: str, dtype: str, run
 
 def test_what_the_trainer_publishes_is_what_the_engine_wants(run: Run, tmp_path: Path) -> None:
     """Under the same names and in the same dtypes."""
-    from services.trainer.backends.fsdp2.published.shards import manifest
+    from services.trainer.backends.fsdp2.published import manifest
 
     model = tiny.save("deepseek_v3", tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)

@@ -19,7 +19,7 @@ from millrace.spec.lora import Lora
 from millrace.weights.plans.manifest import Content
 from services.trainer.backends import build
 from services.trainer.backends.fsdp2.lora import inject
-from services.trainer.backends.fsdp2.published.parts import parts
+from services.trainer.backends.fsdp2.published import parts
 from services.trainer.backends.lora import configuration, settings_of
 from services.trainer.protocol.backend import TokenScores
 from services.trainer.protocol.microbatch import MicroBatch, Sample

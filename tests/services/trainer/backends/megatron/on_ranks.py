@@ -110,7 +110,7 @@ def left_behind(world: World, folder: Path) -> dict[str, int]:
 
 def against_mbridge(world: World, folder: Path, models: dict[str, str]) -> dict[str, Any]:
     """Each kind of model, whole and split over two ranks."""
-    from services.trainer.backends.megatron.cpu.megatron_calls import patch_megatron
+    from services.trainer.backends.megatron.cpu import patch_megatron
 
     patch_megatron()
     from tests.services.trainer.backends.megatron.oracle import BRIDGES, disagreements

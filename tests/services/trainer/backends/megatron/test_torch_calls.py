@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 PROGRAM = """
-from services.trainer.backends.megatron.cpu import torch_calls
-torch_calls.install()
+from services.trainer.backends.megatron import cpu
+cpu.install()
 import torch
 with torch.device("meta"):
     made = [torch.zeros(1), torch.ones(1), torch.empty(1), torch.tensor(1.0), torch.nn.Linear(2, 2).weight]

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from millrace.errors import InvalidJob
 from services.trainer.backends import build
-from services.trainer.backends.fsdp2 import model_check
-from services.trainer.backends.fsdp2.loading import boxes
-from services.trainer.backends.fsdp2.loading.folder import ModelFolder, computed_buffers
+from services.trainer.backends.fsdp2 import loading, model_check
+from services.trainer.backends.fsdp2.loading import ModelFolder, computed_buffers
 from services.trainer.checkpoints.model_files import ModelFiles
 from tests.forked import CONTEXT
 from tests.models import save_tiny_model
@@ -88,7 +87,7 @@ def test_each_of_two_ranks_reads_half_and_holds_the_same(one_rank: torch.device,
     for process in ranks:
         process.start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(boxes, "boxes", lambda *_: None)
+        patch.setattr(loading, "boxes", lambda *_: None)
         expected = {
             name: parameters_of(build(job_spec(folder, **parts), one_rank))
             for name, parts in (("all", {"algorithm": PPO}), ("dora", {"model": DORA}))
@@ -185,7 +184,7 @@ def test_a_stored_tensor_that_the_model_does_not_take_is_refused_by_name(
     folder = with_tensors(tied_model, tmp_path / "model", LOST[told](tied_model))
     with pytest.MonkeyPatch.context() as patch:
         if by_transformers:
-            patch.setattr(boxes, "boxes", lambda *_: None)
+            patch.setattr(loading, "boxes", lambda *_: None)
         with pytest.raises(InvalidJob, match=rf"model\.path: .*{told}"):
             build(job_spec(folder), one_rank)
 
@@ -204,7 +203,7 @@ def test_what_models_ignore_or_may_repeat_is_no_mistake(
     folder = with_tensors(tied_model, tmp_path / "model", added)
     with pytest.MonkeyPatch.context() as patch:
         if by_transformers:
-            patch.setattr(boxes, "boxes", lambda *_: None)
+            patch.setattr(loading, "boxes", lambda *_: None)
         found = parameters_of(build(job_spec(folder, algorithm=PPO), one_rank))
     same = parameters_of(build(job_spec(tied_model, algorithm=PPO), one_rank))
     assert found.keys() == same.keys() and all(torch.equal(found[name], same[name]) for name in same)

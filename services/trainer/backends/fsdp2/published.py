@@ -1,7 +1,8 @@
-"""The tensors of a sharded model under the names and in the parts that save_pretrained would write, so that every
-loader of model folders can read them: gathered on rank 0, and as boxes that each rank holds."""
+"""What the fsdp2 backend publishes: the tensors of a sharded model under the names and in the parts that
+save_pretrained would write, so that every loader of model folders can read them. They are gathered on rank 0, or left
+as boxes that each rank holds; a model and an adapter that are not merged are published apart, the model once."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.views import ViewedBox, viewed_box
 from services.trainer.backends.fsdp2.adapted import LayerAdapter, ModuleAdapter, gathered, local, model_tensors
+from services.trainer.protocol.adapter import LORA_B, AdapterSettings, Published, is_adapter, stored_name
 
 
 def manifest(module: nn.Module, dtype: str, content: Content = Content.MODEL) -> Manifest:
@@ -160,3 +162,70 @@ def _places(tensor: Tensor, pieces: dict[int, ViewedBox], dims_of: dict[int, int
             start,
             tuple(0 if d is None else strides[d] for d in dims),
         )
+
+
+def parts(module: nn.Module, settings: AdapterSettings, device: torch.device, rank: int) -> Mapping[Content, Published]:
+    """See `Adapter.parts`. DoRA can only be merged."""
+    if settings.dora:
+        return {}
+    return {
+        Content.BASE: BasePart(module, device, rank),
+        Content.ADAPTER: AdapterPart(module, settings.scale, device, rank),
+    }
+
+
+class BasePart:
+    """The model's own tensors, which do not change. See `Published`."""
+
+    def __init__(self, module: nn.Module, device: torch.device, rank: int) -> None:
+        self._module = module
+        self._device = device
+        self._rank = rank
+
+    def manifest(self, dtype: str) -> Manifest:
+        return manifest(self._module, dtype, Content.BASE)
+
+    def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
+        for info, tensor in export(self._module, dtype, self._rank):
+            yield info, None if tensor is None else tensor.to(self._device)
+
+    def shards(self, dtype: str) -> Memory | None:
+        return shards(self._module, dtype, self._device, Content.BASE)
+
+
+class AdapterPart:
+    """The adapter's tensors under PEFT's stored names, B times the scale. See `Published`."""
+
+    def __init__(self, module: nn.Module, scale: float, device: torch.device, rank: int) -> None:
+        self._parameters = {stored_name(name): p for name, p in module.named_parameters() if is_adapter(name)}
+        self._scale = scale
+        self._device = device
+        self._rank = rank
+        self._copies: dict[str, Memory] = {}
+        """Keyed by dtype. A copy, because what is published differs from what is trained by the scale."""
+
+    def manifest(self, dtype: str) -> Manifest:
+        infos = (TensorInfo(name, tuple(p.shape), dtype) for name, p in self._parameters.items())
+        return Manifest(tuple(infos), Content.ADAPTER)
+
+    def export(self, dtype: str) -> Iterator[tuple[TensorInfo, Tensor | None]]:
+        for info, (name, parameter) in zip(self.manifest(dtype).tensors, self._parameters.items(), strict=True):
+            whole = gathered(parameter)
+            if self._rank == 0:
+                yield info, self._scaled(name, whole).to(self._device, getattr(torch, dtype)).contiguous()
+            else:
+                yield info, None
+
+    @torch.no_grad()
+    def shards(self, dtype: str) -> Memory:
+        """The next call overwrites the memory of this one."""
+        if dtype not in self._copies:
+            manifest = self.manifest(dtype)
+            self._copies[dtype] = copied_shards(manifest, list(self._parameters.values()), self._device)
+        memory = self._copies[dtype]
+        for buffer, (name, parameter) in zip(memory.buffers, self._parameters.items(), strict=True):
+            buffer.copy_(self._scaled(name, local(parameter)))
+        return memory
+
+    def _scaled(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.detach() * self._scale if f".{LORA_B}." in name else tensor.detach()

@@ -1,1 +1,0 @@
-"""Model folders read into the shards of a module."""
