@@ -40,8 +40,7 @@ from millrace.spec.schedule import Webhook
 from millrace.spec.trainer import ROLES
 from millrace.trackers import check_trackers
 from millrace.validation.mistakes import options as checked_options
-from millrace.validation.object_stores import check_store
-from millrace.validation.roots import ROOTS, lies_below, roots
+from millrace.validation.places import ROOTS, check_store, lies_below, roots
 from millrace.validation.secrets import secret_of_job
 from millrace.validation.urls import check_of_job
 

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from millrace.environments.verl import configs
+from millrace.environments.verl import environment as verl
 from millrace.errors import InvalidJob, refused
 from millrace.validation.fields import StrictModel
 from millrace.validation.mistakes import explain
 
-FIELD = configs.FIELD
+FIELD = verl.FIELD
 
 
 class Tools(StrictModel):
@@ -62,9 +62,9 @@ class Verl(StrictModel):
             fix = "give the path of verl's tool_config_path, interaction_config_path or both."
             raise refused(f"{FIELD}.tools", None, "neither tools nor interaction is given", fix)
         if self.tools is not None:
-            configs.read(self.tools, "tools")
+            verl.read(self.tools, "tools")
         if self.interaction is not None:
-            configs.read(self.interaction, "interaction")
+            verl.read(self.interaction, "interaction")
 
 
 class Verifiers(StrictModel):

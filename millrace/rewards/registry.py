@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any, Self
 
 from millrace.errors import Unavailable, refused
+from millrace.rewards.data_sources import rule_of, why_none
 from millrace.rewards.locate import FunctionNotFound, Target, definition, functions, parse, parsed, source_file
-from millrace.rewards.sources.rules import rule_of, why_none
 from millrace.rewards.term import Scope, Term
 from millrace.software import how_to_install
 from millrace.validation.kinds import kind_of
@@ -80,7 +80,7 @@ ComputeScore = Callable[..., Any]
 
 BY_SOURCE = "by_data_source"
 BUILT_IN = {
-    BY_SOURCE: "millrace.rewards.sources.scorer",
+    BY_SOURCE: "millrace.rewards.by_data_source",
     "code": "millrace.rewards.programs.scorer",
     "exact": "millrace.rewards.exact",
     "format": "millrace.rewards.format",

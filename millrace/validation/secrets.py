@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import Field, SecretStr
 
 from millrace.errors import InvalidJob, Mistake, refused, wrong_value
-from millrace.validation.roots import lies_below, roots
+from millrace.validation.places import lies_below, roots
 
 SecretReference = Annotated[
     str, Field(pattern=r"^(env:[A-Za-z_][A-Za-z0-9_]*|file:/[^\x00-\x1f]+)$", max_length=4096, examples=["env:NAME"])

@@ -35,7 +35,7 @@ from services.coordinator.stages.run import Shared
 from services.coordinator.standby import Standby, bound
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.member import Patience
-from services.coordinator.state.placing import Quota
+from services.coordinator.state.waiting import Quota
 from services.coordinator.store import Holder, Store, StoreDown, Superseded
 from services.coordinator.webhooks import Hook, Webhooks
 from services.coordinator.work.queue import Queues

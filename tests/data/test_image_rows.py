@@ -16,7 +16,7 @@ from millrace.data.pictures import Pictures, check_takes_images
 from millrace.data.row import write_rows
 from millrace.errors import BadRow, InvalidJob
 from millrace.rewards.judge_template import text_of
-from millrace.validation.roots import ROOTS
+from millrace.validation.places import ROOTS
 from tests.image_models import PAD, picture, save_image_model
 from tests.models import byte_tokenizer
 

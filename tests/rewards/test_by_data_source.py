@@ -4,7 +4,7 @@ import pytest
 
 from millrace.errors import InvalidJob
 from millrace.rewards import choose, load
-from millrace.rewards.sources.rules import PROGRAMS, RULES, Rule, rule_of
+from millrace.rewards.data_sources import PROGRAMS, RULES, Rule, rule_of
 from millrace.sandbox import program
 
 DEFAULTS_OF_VERL = (

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.data.columns.values import Values
-from millrace.validation.roots import ROOTS, lies_below, roots
+from millrace.validation.places import ROOTS, lies_below, roots
 
 MARK = "<image>"
 """Where an image of the column stands in the text of a message, in verl's files."""

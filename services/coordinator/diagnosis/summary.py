@@ -13,7 +13,7 @@ from millrace.telemetry.spans.kinds import LaneKind, SpanKind
 from millrace.telemetry.spans.recorder import Span
 from services.coordinator.diagnosis.forecast import Measured
 from services.coordinator.timeline import idle
-from services.coordinator.timeline.activity import Activity
+from services.coordinator.timeline.idle import Activity
 
 IN_PLACE = "in_place"
 """Figure of a pause: 1 if the version was received during it."""

@@ -13,7 +13,7 @@ from millrace.telemetry.spans.recorder import RECORDER
 from services.coordinator.stages.run import Components, Shared
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.job import JobRecord
-from services.coordinator.state.placing import Place, Quota, next_for
+from services.coordinator.state.waiting import Place, Quota, next_for
 
 
 class Placing:

@@ -11,8 +11,7 @@ from services.coordinator.jobs.placing import Placing
 from services.coordinator.stages.run import Components
 from services.coordinator.state.bell import waited
 from services.coordinator.state.job import JobRecord
-from services.coordinator.state.placing import waits_for_turn
-from services.coordinator.state.waiting import waits_for
+from services.coordinator.state.waiting import waits_for, waits_for_turn
 from services.coordinator.store import StoreDown
 
 LOOK_EVERY_S = 1.0

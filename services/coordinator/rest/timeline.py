@@ -17,7 +17,7 @@ from services.coordinator.rest.bodies import LARGEST_STEP, Id
 from services.coordinator.rest.jobs import ERRORS
 from services.coordinator.state.job import JobRecord
 from services.coordinator.store import Store
-from services.coordinator.timeline.activity import Activity
+from services.coordinator.timeline.idle import Activity
 from services.coordinator.timeline.lanes import lanes_of, window
 
 Step = Annotated[

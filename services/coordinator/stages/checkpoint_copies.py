@@ -19,7 +19,7 @@ import structlog
 
 from millrace import events
 from millrace.errors import MillraceError, Unavailable
-from millrace.validation.object_stores import check_store
+from millrace.validation.places import check_store
 from services.coordinator.stages.run import Run
 
 if TYPE_CHECKING:

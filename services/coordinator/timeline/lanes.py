@@ -9,7 +9,7 @@ from millrace.telemetry.spans.batches import Batch
 from millrace.telemetry.spans.kinds import LaneKind, SpanKind
 from millrace.telemetry.spans.recorder import Span
 from services.coordinator.timeline import idle
-from services.coordinator.timeline.activity import Activity
+from services.coordinator.timeline.idle import Activity
 
 LANES = {
     SpanKind.SCORE: LaneKind.REWARDS,

@@ -17,7 +17,7 @@ from millrace.telemetry.spans.recorder import Span
 from services.coordinator.diagnosis.findings import diagnose
 from services.coordinator.diagnosis.forecast import Measured, forecast
 from services.coordinator.diagnosis.summary import Summary, of_spans
-from services.coordinator.timeline.activity import Activity
+from services.coordinator.timeline.idle import Activity
 from tests.services.coordinator.diagnosis.test_findings import job
 from tests.simulation.jobs import setting
 

@@ -18,7 +18,7 @@ from services.coordinator.jobs.placing import Placing
 from services.coordinator.state.job import ACTIVE, ENDED, TRANSITIONS, JobRecord, before
 from services.coordinator.state.lease import DroppedPrompt
 from services.coordinator.state.member import Patience
-from services.coordinator.state.placing import Quota
+from services.coordinator.state.waiting import Quota
 from services.coordinator.store import Store
 from services.coordinator.store.connection import text
 from services.coordinator.store.index import Page

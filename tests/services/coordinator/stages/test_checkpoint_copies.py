@@ -13,7 +13,7 @@ import pytest
 
 from millrace.errors import InvalidJob
 from millrace.rest import JobState
-from millrace.validation.object_stores import ALLOWED, check_store
+from millrace.validation.places import ALLOWED, check_store
 from services.coordinator.stages.checkpoint_copies import MANIFEST, Copies, CopyFailed
 from tests.services.coordinator.cluster import around, until
 from tests.services.coordinator.conftest import running

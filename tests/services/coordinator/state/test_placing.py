@@ -9,8 +9,7 @@ from millrace.rest import JobState, WaitingFor
 from millrace.rest.fleet import DEFAULT_PARTITION
 from millrace.spec.pool import ROLLOUT
 from services.coordinator.state.job import JobRecord
-from services.coordinator.state.placing import Place, Quota, next_for, places_for, waits_for_turn
-from services.coordinator.state.waiting import Turn
+from services.coordinator.state.waiting import Place, Quota, Turn, next_for, places_for, waits_for_turn
 from tests.services.coordinator.redis import a_job
 
 RUNNING = replace(a_job(1), state=JobState.RUNNING, user="ann")

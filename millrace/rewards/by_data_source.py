@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.rewards import math
+from millrace.rewards.data_sources import Rule, rule_of, why_none
 from millrace.rewards.option_values import truths_of
 from millrace.rewards.programs import scorer as programs
-from millrace.rewards.sources.rules import Rule, rule_of, why_none
 
 END = 300
 """Characters at the end of an answer in which a final answer is looked for."""

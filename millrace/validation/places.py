@@ -1,11 +1,27 @@
-"""Object stores that a job may name: URLs as fsspec takes them, below those that an operator allows."""
+"""Where a job may read and write, as an operator allows it: folders of a host, and object stores, as URLs that fsspec
+takes."""
 
 import importlib
 import os
 import posixpath
+from collections.abc import Iterable
 from urllib.parse import unquote, urlsplit
 
 from millrace.errors import InvalidJob, MillraceError, refused
+
+ROOTS = "MILLRACE_ROOTS"
+"""Environment variable with the folders that jobs may use, separated as in PATH. Not set: jobs may use any folder."""
+
+
+def roots() -> list[str]:
+    """The folders that jobs may use, without symbolic links; none if the variable is not set."""
+    return [os.path.realpath(root) for root in os.environ.get(ROOTS, "").split(os.pathsep) if root]
+
+
+def lies_below(place: str, folders: Iterable[str]) -> bool:
+    """Whether an absolute path lies in one of the `folders`. None of them has symbolic links."""
+    return any(os.path.commonpath((place, folder)) == folder for folder in folders)
+
 
 ALLOWED = "MILLRACE_CHECKPOINT_STORES"
 """Environment variable of the coordinator with the URLs below which jobs may copy their checkpoints, separated by

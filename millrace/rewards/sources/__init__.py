@@ -1,1 +1,0 @@
-"""The rule by which answers to a prompt are scored, chosen by its data source."""
