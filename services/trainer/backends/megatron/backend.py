@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,9 @@ from millrace.memory.ledger import Part
 from millrace.spec import JobSpec
 from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
-from services.trainer.backends.megatron.adapters.layer import AdapterMode
-from services.trainer.backends.megatron.adapters.plan import (
+from services.trainer.backends.megatron.adapters import (
+    AdapterMode,
+    AdapterPlan,
     PolicyAdapter,
     ScaledParameters,
     gather_plan,
@@ -48,9 +49,6 @@ from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
 from services.trainer.ranks.world import hosts_of_ranks
 
-if TYPE_CHECKING:  # importing PEFT takes seconds
-    from services.trainer.backends.megatron.adapters.plan import AdapterPlan
-
 
 @dataclass(frozen=True)
 class ModelSetup:
@@ -59,7 +57,7 @@ class ModelSetup:
     shape: ModelShape
     topology: Topology
     device: torch.device
-    adapter: "AdapterPlan | None" = None
+    adapter: AdapterPlan | None = None
     """The adapter that is trained in place of the weights; None if these are trained."""
 
     @property
@@ -281,7 +279,7 @@ class MegatronBackend:
             install(chunks, self._setup.layers(), shape.experts)
         return chunks
 
-    def _policy_adapter(self, plan: "AdapterPlan") -> PolicyAdapter:
+    def _policy_adapter(self, plan: AdapterPlan) -> PolicyAdapter:
         ranks = range(self._setup.topology.world_size)
         layouts = [in_folder(plan, self._setup.trained_layout(rank)) for rank in ranks]
         gathered, own = gather_plan(plan, layouts), layouts[dist.get_rank()]
@@ -315,7 +313,7 @@ class MegatronBackend:
                 _copy(read(self._folder, placements, torch.float32, self._weights), chunk, updater)
 
     @torch.no_grad()
-    def _fill_adapter(self, plan: "AdapterPlan") -> None:
+    def _fill_adapter(self, plan: AdapterPlan) -> None:
         """Gives the adapter its first values."""
         with collectives.fail_together():
             for chunk, values in zip(self._chunks, plan.first_values(self._trained_layout), strict=True):

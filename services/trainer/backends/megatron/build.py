@@ -15,6 +15,7 @@ from millrace.megatron.architectures import read_shape
 from millrace.megatron.rules import check
 from millrace.megatron.topology import Topology
 from millrace.spec import JobSpec
+from services.trainer.backends.megatron.adapters import AdapterPlan
 from services.trainer.backends.megatron.backend import MegatronBackend, ModelSetup
 from services.trainer.backends.megatron.cpu import patch_megatron
 from services.trainer.backends.megatron.critic import build_critic
@@ -74,8 +75,6 @@ def build(spec: JobSpec, device: torch.device) -> MegatronBackend:
             check_kernels(device.type, spec.model.path, "model.path")
         adapter = None
         if spec.model.lora is not None:
-            from services.trainer.backends.megatron.adapters.plan import AdapterPlan  # importing PEFT takes seconds
-
             adapter = AdapterPlan.of(spec.model.lora, shape, layers(), options, spec.trainer.seed)
     topology = Topology(dist.get_world_size(), options)
     initialize(topology, seed=spec.trainer.seed, timeout=COLLECTIVE)

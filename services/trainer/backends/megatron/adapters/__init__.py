@@ -1,1 +1,0 @@
-"""LoRA on Megatron's layers: what an adapter computes, its first values, and what is published and saved of it."""
