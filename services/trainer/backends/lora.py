@@ -4,9 +4,9 @@ import hashlib
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -16,9 +16,14 @@ from millrace.lora import FIELD, WEIGHTS, AskedAdapter
 from millrace.spec.lora import Lora
 from services.trainer.protocol.adapter import AdapterSettings
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
-def configuration(lora: Lora) -> LoraConfig:
+
+def configuration(lora: Lora) -> "LoraConfig":
     """The adapter that the job asks for, without its layers. Raises InvalidJob for a folder that cannot be used."""
+    from peft import LoraConfig  # takes seconds, which jobs without an adapter do not wait
+
     options = AskedAdapter.of(lora).options
     return LoraConfig(
         r=options.rank,
@@ -31,7 +36,7 @@ def configuration(lora: Lora) -> LoraConfig:
     )
 
 
-def settings_of(config: LoraConfig) -> AdapterSettings:
+def settings_of(config: "LoraConfig") -> AdapterSettings:
     """How the adapters of this configuration are added to their weights."""
     return AdapterSettings(config.r, float(config.lora_alpha), config.use_rslora, config.use_dora)
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from peft import LoraConfig
 from torch import Tensor, nn
 
 from millrace.backends.megatron import MegatronOptions
@@ -43,6 +42,9 @@ from millrace.weights.plans.manifest import Content
 from services.trainer.backends.lora import configuration, first_a, settings_of, stored_values, target_names
 from services.trainer.backends.megatron.published import GatherPlan, PublishedPart
 from services.trainer.protocol.adapter import AdapterSettings, stored_name
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 @dataclass
@@ -222,7 +224,7 @@ def _with_gradient(embedding: nn.Module, inputs: Any, hidden: Tensor) -> Tensor:
 class AdapterPlan:
     """The adapter that a job asks for, of a model of one shape."""
 
-    config: LoraConfig
+    config: "LoraConfig"
     settings: AdapterSettings
     chosen: frozenset[str]
     """The layers of the model folder that have an adapter."""

@@ -1,6 +1,8 @@
-"""The first values of adapters."""
+"""What the backends share of LoRA: the first values of adapters, and that jobs without one do not wait for PEFT."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -16,3 +18,10 @@ def test_first_values_of_a_matrix_a_have_the_spread_of_their_formula(init: str, 
     assert float(drawn.std()) == pytest.approx(spread, rel=0.02) and abs(float(drawn.mean())) < 0.02 * spread
     assert torch.equal(drawn, first_a("layers.0.q_proj.lora_A.weight", (64, 512), init, seed=0))
     assert not torch.equal(drawn, first_a("layers.0.k_proj.lora_A.weight", (64, 512), init, seed=0))
+
+
+@pytest.mark.parametrize("module", ["fsdp2.backend", "megatron.build"])
+def test_a_backend_is_loaded_without_peft(module: str) -> None:
+    code = f"import sys, services.trainer.backends.{module}; print('peft' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines()[-1:] == ["False"], done.stderr
