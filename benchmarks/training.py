@@ -40,7 +40,7 @@ from services.trainer.backends.fsdp2.loading import ModelFolder
 from services.trainer.protocol.backend import Backend, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks.world import World
-from services.trainer.step.utilisation import peak_flops
+from services.trainer.step.phases import peak_flops
 
 TOKENS = 130_000
 PROMPT, LONGEST, EVEN = 32, 3072, 4096

@@ -12,7 +12,7 @@ from services.trainer.protocol.backend import Backend
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
 from services.trainer.step.batch import RankBatch
-from services.trainer.step.clock import Clock
+from services.trainer.step.phases import Clock
 
 
 @dataclass(frozen=True)

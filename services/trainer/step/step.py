@@ -22,15 +22,14 @@ from services.trainer.protocol.backend import Backend, models
 from services.trainer.ranks import collectives
 from services.trainer.ranks.event_loop import ControlThread
 from services.trainer.step.batch import BatchDivision, RankBatch, StepShares, division_metrics
-from services.trainer.step.clock import Clock
 from services.trainer.step.fetch import fetch
 from services.trainer.step.forward_passes import run_passes
 from services.trainer.step.loss_inputs import make_loss_inputs
 from services.trainer.step.metrics import batch_metrics, over_updates, reported
+from services.trainer.step.phases import PARTS, Clock, utilisation
 from services.trainer.step.result import Part, StepResult, StepTokens
 from services.trainer.step.schedule import KlCoefficient, random_seed
 from services.trainer.step.update import Update, UpdateResult
-from services.trainer.step.utilisation import PARTS, utilisation
 
 UNCHANGED = "nothing was written to the weights."
 GIVEN_UP = (

@@ -20,10 +20,10 @@ from services.trainer.protocol.backend import Backend, TrainableModel
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
 from services.trainer.step.batch import RankBatch
-from services.trainer.step.clock import Clock
 from services.trainer.step.loss import ActorLoss, CriticLoss, LossOutput
 from services.trainer.step.loss_inputs import LossInputs
 from services.trainer.step.metrics import over_ranks
+from services.trainer.step.phases import Clock
 from services.trainer.step.schedule import critic_learning_rate, learning_rate
 
 CLIP_EPS = 1e-6

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from millrace.sequence_cost import SequenceCost
-from services.trainer.step import utilisation as module
-from services.trainer.step.utilisation import peak_flops, utilisation
+from services.trainer.step import phases as module
+from services.trainer.step.phases import peak_flops, utilisation
 
 CPU = torch.device("cpu")
 
