@@ -1,15 +1,19 @@
-"""A module with PEFT's adapters, read without PEFT: which of its tensors are adapters, and its weights with the
-adapters added."""
+"""A module with adapters, without PEFT: which layers get the adapter that a job asks for, which of the module's tensors
+are adapters, and its weights with the adapters added."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
-from millrace.weights.loader.stored import stored_tensors
+from millrace.lora import AskedAdapter, recurrent_layers
+from millrace.spec.lora import Lora, is_router
+from millrace.weights.loader.stored import pieces, stored_tensors
 from millrace.weights.plans.manifest import Content
 from services.trainer.protocol.adapter import (
     LORA_A,
@@ -70,6 +74,31 @@ def model_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, LayerAdapter
                 parts.get(tensor_name(layer, MAGNITUDE)),
             )
         yield name.replace(BASE, "."), tensor, adapter
+
+
+def folder_shapes(module: nn.Module) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """For each tensor of `model_tensors` its name, and the tensors that the model folder stores for it: by stored name,
+    on the meta device."""
+    for name, tensor, _ in model_tensors(module):
+        yield name, pieces(module, name, torch.empty(tensor.shape, device="meta"))
+
+
+def choose_layers(module: PreTrainedModel, lora: Lora) -> list[str]:
+    """Names of the layers that get an adapter, in the module's order. Raises InvalidJob for names that no linear layer
+    has, and for a folder with adapters of others. The module may have no weights."""
+    tied = {id(parameter) for parameter in module.get_input_embeddings().parameters()}
+    heads = {name: part for name, part in module.named_modules() if part is module.get_output_embeddings()}
+    modules = dict(module.named_modules())
+    linear = [name for name, part in modules.items() if type(part) is nn.Linear and not is_router(name)]
+    own = [name for name in linear if name in heads and id(heads[name].weight) not in tied]
+    others = [*stored_layers(module), *heads]
+    without_heads = [name for name in linear if name not in heads]
+    return AskedAdapter.of(lora).choose(without_heads, own, others, recurrent_layers(modules))
+
+
+def stored_layers(module: nn.Module) -> set[str]:
+    """Names of everything that has a weight in the model folder."""
+    return {piece.removesuffix(".weight") for _, stored in folder_shapes(module) for piece in stored}
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from millrace.spec.lora import Lora
 from millrace.spec.model import Model
-from services.trainer.backends.fsdp2.adapted import BASE
-from services.trainer.backends.fsdp2.layer_choice import choose_layers, stored_layers
+from services.trainer.backends.fsdp2.adapted import BASE, choose_layers, stored_layers
 from services.trainer.backends.fsdp2.loading import LocalPart, ModelFolder
 from services.trainer.backends.fsdp2.model import FIELD as MODEL_FIELD
 from services.trainer.backends.fsdp2.model import Sharding, build_unfilled, shard_model

@@ -21,8 +21,8 @@ from millrace.spec import JobSpec
 from millrace.spec import parse as parse_spec
 from millrace.spec.model import Model
 from services.trainer.backends.fsdp2 import attention
+from services.trainer.backends.fsdp2.adapted import choose_layers
 from services.trainer.backends.fsdp2.computable import check_computable, check_config
-from services.trainer.backends.fsdp2.layer_choice import choose_layers
 from services.trainer.backends.fsdp2.loading import check_whole_folder
 from services.trainer.backends.fsdp2.model import FIELD, load_config
 from services.trainer.backends.fsdp2.proof.implementations import FLASH

@@ -14,17 +14,23 @@ from millrace.weights.plans.layout import Layout, Place, row_major_strides
 from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.views import ViewedBox, viewed_box
-from services.trainer.backends.fsdp2.adapted import LayerAdapter, ModuleAdapter, gathered, local, model_tensors
+from services.trainer.backends.fsdp2.adapted import (
+    LayerAdapter,
+    ModuleAdapter,
+    folder_shapes,
+    gathered,
+    local,
+    model_tensors,
+)
 from services.trainer.protocol.adapter import LORA_B, AdapterSettings, Published, is_adapter, stored_name
 
 
 def manifest(module: nn.Module, dtype: str, content: Content = Content.MODEL) -> Manifest:
     """The manifest of what `export` yields. It is computed from shapes, without communication and memory."""
     infos = []
-    for name, tensor, _ in model_tensors(module):
-        whole = torch.empty(tensor.shape, device="meta")
+    for name, stored in folder_shapes(module):
         kept = published_dtype(module, name, dtype)
-        infos += [_info(piece, shape, kept) for piece, shape in pieces(module, name, whole).items()]
+        infos += [_info(piece, like, kept) for piece, like in stored.items()]
     return Manifest(tuple(infos), content)
 
 

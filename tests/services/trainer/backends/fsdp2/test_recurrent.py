@@ -23,8 +23,8 @@ from millrace.memory.shape import decoder_shape
 from millrace.spec.lora import Lora
 from services.trainer.backends import build, recurrence
 from services.trainer.backends.fsdp2 import model_check, recurrent
+from services.trainer.backends.fsdp2.adapted import choose_layers
 from services.trainer.backends.fsdp2.flops import active_parameters, sequence_cost
-from services.trainer.backends.fsdp2.layer_choice import choose_layers
 from services.trainer.memory.meter import measured
 from services.trainer.protocol.backend import TokenScores
 from services.trainer.protocol.microbatch import MicroBatch, Sample
