@@ -1,7 +1,7 @@
 """A Hugging Face model's tensors as its model folder stores them: under other names and in other pieces than in the
 module, where all experts of a layer are one parameter."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+
+from millrace.weights.plans.views import ViewedBox, viewed_box
 
 
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -35,6 +37,22 @@ def views(module: nn.Module, name: str, whole: Tensor) -> dict[str, Tensor] | No
         found = pieces(module, name, whole)
     storage = whole.untyped_storage()._cdata
     return found if all(view.untyped_storage()._cdata == storage for view in found.values()) else None
+
+
+def stored_boxes(
+    module: nn.Module, name: str, shape: Sequence[int]
+) -> dict[str, tuple[ViewedBox, tuple[int, ...]]] | None:
+    """For each tensor that is stored for the module's tensor `name`, which has this shape: the box of it that is
+    stored, and the shape that the stored tensor has. None if one of them is not such a box."""
+    found = {}
+    if (stored := views(module, name, torch.empty(shape, device="meta"))) is None:
+        return None
+    for piece, view in stored.items():
+        box = viewed_box(shape, (int(view.storage_offset()), tuple(view.shape), tuple(view.stride())))
+        if box is None:
+            return None
+        found[piece] = box, tuple(view.shape)
+    return found
 
 
 def published_dtype(module: nn.Module, name: str, asked: str) -> str:

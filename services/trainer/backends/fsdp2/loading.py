@@ -24,8 +24,8 @@ from millrace.data import quantization
 from millrace.errors import InvalidJob
 from millrace.spec.model import Model
 from millrace.weights.folder_tensors import Unread, other_values
-from millrace.weights.loader.stored import stored_tensors, views
-from millrace.weights.plans.views import ViewedBox, viewed_box
+from millrace.weights.loader.stored import stored_boxes, stored_tensors
+from millrace.weights.plans.views import ViewedBox
 from services.trainer.backends.fsdp2.adapted import BASE
 from services.trainer.checkpoints.huggingface import layer_count
 from services.trainer.checkpoints.model_files import ModelFiles, check_unread, readable
@@ -241,13 +241,11 @@ def boxes(module: PreTrainedModel, files: ModelFiles) -> list[StoredBox] | None:
     under an older name or in another shape: transformers has to convert such a folder."""
     found: list[StoredBox] = []
     for name, target in folder_tensors(module):
-        whole = torch.empty(target.shape, device="meta")
-        if (pieces := views(module, name, whole)) is None:
+        if (pieces := stored_boxes(module, name, target.shape)) is None:
             return None
-        for piece, view in pieces.items():
-            box = viewed_box(whole.shape, (int(view.storage_offset()), tuple(view.shape), tuple(view.stride())))
+        for piece, (box, shape) in pieces.items():
             stored = _name_in(files, piece, module.base_model_prefix)
-            if box is None or stored is None or tuple(files.tensor(stored).get_shape()) != tuple(view.shape):
+            if stored is None or tuple(files.tensor(stored).get_shape()) != shape:
                 return None
             found.append(StoredBox(stored, target, box))
     return found

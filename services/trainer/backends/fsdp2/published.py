@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from millrace.weights.loader.stored import pieces, published_dtype, views
+from millrace.weights.loader.stored import pieces, published_dtype, stored_boxes
 from millrace.weights.plans.layout import Layout, Place, row_major_strides
 from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory
-from millrace.weights.plans.views import ViewedBox, viewed_box
+from millrace.weights.plans.views import ViewedBox
 from services.trainer.backends.fsdp2.adapted import (
     LayerAdapter,
     ModuleAdapter,
@@ -104,11 +104,9 @@ def shards(
     buffers: list[Tensor] = []
     computed: dict[int, Callable[[], Tensor]] = {}
     for name, tensor, layer in model_tensors(module):
-        found = _boxes(module, name, tensor)
-        if found is None:
+        if (found := stored_boxes(module, name, tensor.shape)) is None:
             return None
-        boxes = {number[piece]: box for piece, box in found.items()}
-        places += _places(tensor, boxes, {i: len(published.tensors[i].shape) for i in boxes}, len(buffers))
+        places += _places(tensor, {number[piece]: stored for piece, stored in found.items()}, len(buffers))
         if layer is not None and merging is not None:
             computed[len(buffers)] = merging.weight(tensor, layer)
         buffers.append(local(tensor).detach())
@@ -135,31 +133,17 @@ def _local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(extents), tuple(offsets)
 
 
-def _boxes(module: nn.Module, name: str, tensor: Tensor) -> dict[str, ViewedBox] | None:
-    """For each tensor as which a parameter is stored: which box of the parameter it is."""
-    whole = torch.empty(tensor.shape, device="meta")
-    if (stored := views(module, name, whole)) is None:
-        return None
-    found = {}
-    for piece, view in stored.items():
-        box = viewed_box(whole.shape, (int(view.storage_offset()), tuple(view.shape), tuple(view.stride())))
-        if box is None:
-            return None
-        found[piece] = box
-    return found
-
-
-def _places(tensor: Tensor, pieces: dict[int, ViewedBox], dims_of: dict[int, int], buffer: int) -> Iterator[Place]:
+def _places(tensor: Tensor, pieces: Mapping[int, tuple[ViewedBox, tuple[int, ...]]], buffer: int) -> Iterator[Place]:
     """The parts of each stored tensor that are in this rank's part of the parameter."""
     extents, offsets = _local_box(tensor)
     strides = tuple(local(tensor).stride()) or row_major_strides(extents)
-    for number, piece in pieces.items():
+    for number, (piece, shape) in pieces.items():
         low = [max(a, b) for a, b in zip(piece.offset, offsets, strict=True)]
         high = [min(a + n, b + m) for a, n, b, m in zip(piece.offset, piece.extent, offsets, extents, strict=True)]
         if any(a >= b for a, b in zip(low, high, strict=True)):
             continue
         start = sum((a - b) * s for a, b, s in zip(low, offsets, strides, strict=True))
-        dims = [piece.along.index(view) if view in piece.along else None for view in range(dims_of[number])]
+        dims = [piece.along.index(view) if view in piece.along else None for view in range(len(shape))]
         yield Place(
             number,
             tuple(0 if d is None else low[d] - piece.offset[d] for d in dims),

@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from millrace.checkpoints.index import Located, Part
 from millrace.data.pictures import MODELS
-from millrace.weights.loader.stored import stored_tensors, views
-from millrace.weights.plans.views import viewed_box
+from millrace.weights.loader.stored import stored_boxes, stored_tensors
 from services.trainer.checkpoints.foreign.writing import Form, Target
 
 
@@ -61,8 +60,5 @@ def module_form(module: nn.Module) -> Form | None:
 
 def _parts(module: nn.Module, name: str, like: Tensor, key: str) -> Iterator[tuple[str, Part]]:
     """The folder's tensors that are boxes of the module's tensor `name`, which is stored as `key`."""
-    for piece, view in (views(module, name, torch.empty(like.shape, device="meta")) or {}).items():
-        shape = tuple(view.shape)
-        box = viewed_box(like.shape, (int(view.storage_offset()), shape, tuple(view.stride())))
-        if box is not None:
-            yield piece, Part(key, (0,) * len(shape), shape, box.offset, box.along)
+    for piece, (box, shape) in (stored_boxes(module, name, like.shape) or {}).items():
+        yield piece, Part(key, (0,) * len(shape), shape, box.offset, box.along)
