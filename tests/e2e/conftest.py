@@ -87,11 +87,25 @@ def started(state: Path, **options: Any) -> Iterator[Stack]:
             yield stack
 
 
-@pytest.fixture(scope="session")
-def with_transformers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+SHARED = contextlib.ExitStack()
+SHARING: list[Stack] = []
+
+
+@pytest.fixture
+def with_transformers(tmp_path_factory: pytest.TempPathFactory) -> Stack:
     """A stack with one replica, for the files that need no other engine. It takes job after job."""
-    with started(tmp_path_factory.mktemp("stack") / "state", replicas=1, engine="transformers") as stack:
-        yield stack
+    if not SHARING:
+        folder = tmp_path_factory.mktemp("stack") / "state"
+        SHARING.append(SHARED.enter_context(started(folder, replicas=1, engine="transformers")))
+    return SHARING[0]
+
+
+@pytest.hookimpl(trylast=True)  # after the test's own fixtures
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Ends that stack after the last test of this folder: idle services take a twentieth of a core."""
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        SHARING.clear()
+        SHARED.close()
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def test_the_job_goes_on_after_the_coordinator_was_killed(start, job, tmp_path):
     job["trainer"]["backend"] = "megatron"
     job["publication"] = {"path": "sharded"}
     job["rollout"]["max_response_tokens"] = 32
-    job["schedule"] |= {"steps": 8, "prompts_per_step": 4, "max_staleness": 0}
+    job["schedule"] |= {"steps": 6, "prompts_per_step": 4, "max_staleness": 0}
     stack = start(replicas=1, engine="vllm")
     client = stack.client()
     view = client.submit(job, key="once")
