@@ -189,7 +189,8 @@ def _filled(module: torch.nn.Module) -> None:
 def cases(options: argparse.Namespace, root: Path) -> Iterator[Case]:
     shape = shape_of(options.shape)
     shape = replace(shape, layers=options.layers or shape.layers, vocabulary=options.vocabulary or shape.vocabulary)
-    (root / "config.json").write_text(json.dumps(config_of(shape)))
+    config = options.config.read_text() if options.config else json.dumps(config_of(shape))
+    (root / "config.json").write_text(config)
     for lengths in options.lengths.split(","):
         for budget in options.budgets.split(","):
             for backend in options.backends.split(","):
@@ -201,6 +202,7 @@ def cases(options: argparse.Namespace, root: Path) -> Iterator[Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-1.7b")
+    parser.add_argument("--config", type=Path, help="a config.json, instead of a published shape")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--vocabulary", type=int, help="another vocabulary than the shape has")
     parser.add_argument("--backends", default="fsdp2,megatron")

@@ -54,19 +54,22 @@ CACHE = re.compile(r"^millrace_engine_(prompt|cached_prompt)_tokens_total\S* ([0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[n for n, s in SHAPES.items() if s.latent is None], default="qwen3-1.7b")
-    parser.add_argument("--turns", type=int, default=3, help="of an episode")
+    parser.add_argument("--config", type=Path, help="a config.json, instead of a published shape")
+    parser.add_argument("--turns", type=int, default=3, help="of an episode; with 1 only the job of one turn is run")
     parser.add_argument("--tokens", type=int, default=256, help="of a turn, at most")
     parser.add_argument("--prompts", type=int, default=32, help="of a step")
     parser.add_argument("--samples", type=int, default=8, help="episodes of a prompt")
     parser.add_argument("--steps", type=int, default=4, help="of each job; the first is not counted")
     parser.add_argument("--backend", default="fsdp2")
     parser.add_argument("--engine-options", type=json.loads, default={}, help="of vLLM, as JSON")
+    parser.add_argument("--trainer-options", type=json.loads, default={}, help="fields of trainer, as JSON")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--share-gpus", action="store_true", help="as of millrace up: one GPU is enough")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
         folder = Path(name)
-        made_model(folder / "model", options.shape)
+        config = config_of(replace(shape_of(options.shape), vocabulary=VOCABULARY))
+        made_model(folder / "model", json.loads(options.config.read_text()) if options.config else config)
         (folder / "rows.jsonl").write_text("\n".join(json.dumps(row(n)) for n in range(options.prompts * 8)))
         stack = StackOptions(
             state=str(folder / "stack"),
@@ -76,7 +79,7 @@ def main() -> None:
             environment={**ENVIRONMENT, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
         )
         with Stack(stack) as running, Client(running.url) as client:
-            for turns in (1, options.turns):
+            for turns in sorted({1, options.turns}):
                 print(json.dumps(measured(client, job(folder, options, turns), turns)), flush=True)
 
 
@@ -85,18 +88,18 @@ def row(number: int) -> dict[str, Any]:
     return {"data_source": "turns", "prompt": prompt, "reward_model": {"ground_truth": "nothing"}}
 
 
-def made_model(folder: Path, name: str) -> None:
+def made_model(folder: Path, config: dict[str, Any]) -> None:
     """A model folder with random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     folder.mkdir()
-    config = config_of(replace(shape_of(name), vocabulary=VOCABULARY))
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+        model_class = getattr(transformers, config["architectures"][0])
+        model = model_class._from_config(transformers.AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
 
@@ -132,6 +135,7 @@ def job(folder: Path, options: argparse.Namespace, turns: int) -> JobSpec:
                 "dtype": options.dtype,
                 "token_budget": 16384,
                 "optimizer": {"lr": 1e-6},
+                **options.trainer_options,
             },
             "schedule": {"steps": options.steps, "prompts_per_step": options.prompts, "max_staleness": 0},
             "deadlines": {"configure_s": 300, "step_s": 300, "no_replica_s": 300},

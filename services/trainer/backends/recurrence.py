@@ -36,6 +36,8 @@ class Segments:
     buckets: tuple[Tensor, ...]
     """For each bucket the packed position of every padded place, int64 [segments, longest]; places after the end of a
     segment repeat its first position."""
+    starts: Tensor
+    """First position of each sequence and the end of the last, int32 [n + 1]."""
     place_p: Tensor
     """The place of each packed position in the buckets, one bucket after the other, int64 [P]."""
 
@@ -55,7 +57,7 @@ class Segments:
             place_p[index[inside]] = base + inside.view(-1).nonzero().squeeze(1)
             buckets.append(index.to(device))
             base += index.numel()
-        return cls(tuple(buckets), place_p.to(device))
+        return cls(tuple(buckets), torch.tensor(starts, dtype=torch.int32, device=device), place_p.to(device))
 
     def computed(self, compute: Callable[[Tensor], Tensor], row: Tensor) -> Tensor:
         """What `compute` makes of each segment of a packed row [P, …]: it takes buckets [segments, longest, …] and

@@ -30,6 +30,8 @@ vLLM. It takes the names of tensors that the trainer publishes."""
 SHOWN_RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", *TEXT_PARTS)
 """Model types with linear attention whose tokens in the CPU build were compared with transformers, before, during and
 after publications."""
+SHOWN_ON_GPUS = ("qwen3_5",)
+"""Those whose log-probabilities on a GPU were compared with the trainer's: BENCHMARKS.md has the figures."""
 ON_LATENTS: dict[str, Any] = {
     # The CPU build's other backend for it packs weights, and supports bfloat16 only.
     "attention_config": {"backend": "CPU_MLA"},
@@ -50,7 +52,7 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: 
     if current_platform.is_cpu():
         refuse_recurrent(spec.model.path, "vLLM's CPU build", SHOWN_RECURRENT)
     else:
-        refuse_recurrent(spec.model.path, "vLLM on GPUs")
+        refuse_recurrent(spec.model.path, "vLLM on GPUs", SHOWN_ON_GPUS)
     _refuse_unequal(spec, on_cpu=current_platform.is_cpu())
     options = spec.rollout.options_of("vllm")
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
@@ -72,7 +74,7 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: 
         arguments["mm_processor_cache_gb"] = 0
         # Otherwise vLLM normalises pixels by figures of its own where the folder's file has none.
         arguments |= {name: False for name in ("mm_device_do_normalize",) if name in known}
-    elif read_config(spec.model.path).get("model_type") in MODELS and "hf_overrides" not in options:
+    elif _has_tower(spec.model.path) and "hf_overrides" not in options:
         arguments["limit_mm_per_prompt"] = {"image": 0, "video": 0}  # vLLM leaves out the tower
     if spec.algorithm.router_replay:
         if current_platform.is_cpu():
@@ -110,9 +112,18 @@ def _refuse_unequal(spec: JobSpec, *, on_cpu: bool) -> None:
 
 
 def _text_part(model: str) -> dict[str, Any]:
-    """The entry of a model's config that has vLLM build its language model alone; none for a model of text."""
+    """The entry of a model's config that has vLLM build its language model alone; none for a model of text, and for
+    releases of vLLM that do not have the language model: they build the whole, and leave out the tower."""
+    from vllm import ModelRegistry
+
     name = TEXT_PARTS.get(read_config(model).get("model_type", ""))
-    return {} if name is None else {"architectures": [name]}
+    return {"architectures": [name]} if name in ModelRegistry.get_supported_archs() else {}
+
+
+def _has_tower(model: str) -> bool:
+    """Whether vLLM builds a model with a tower for images."""
+    kind = read_config(model).get("model_type")
+    return kind in MODELS or (kind in TEXT_PARTS and not _text_part(model))
 
 
 def without_broken_fusion(arguments: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from millrace.errors import PublicationFailed
+from millrace.weights.folder_tensors import INNER
 from millrace.weights.plans.manifest import Content, Manifest
 
 
@@ -30,6 +31,7 @@ def without_adapters(module: Any, wrapper: type[Any]) -> Any:
 
 
 NAMES = ("W_UK_T", "W_UV", "W_UK_T_dcp_qrep")
+OUTER = "model."
 TOWER = "visual."
 """How the names of a tower's parameters begin: it is not trained, and no publication brings it."""
 
@@ -117,6 +119,16 @@ def part_of(model: WorkerModel, content: Content) -> LoadedPart:
     return adapter
 
 
+def loader_name(name: str, model: Any) -> str:
+    """The name that vLLM's loader of the model takes for the tensor that is trained and published as `name`. A model
+    with a tower beside its language model may know the language model's tensors only as the model folder names them."""
+    known = getattr(getattr(model, "hf_to_vllm_mapper", None), "orig_to_new_prefix", None) or {}
+    inside = f"{OUTER}{INNER}"
+    if inside not in known or OUTER in known or not name.startswith(OUTER) or name.startswith(inside):
+        return name
+    return inside + name.removeprefix(OUTER)
+
+
 class EngineModel:
     """The model in a worker of vLLM or SGLang, which has `load_weights`. It is looked at when it is first needed."""
 
@@ -155,7 +167,8 @@ class EngineModel:
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """See `WorkerModel`."""
-        return self._get_model().load_weights(tensors)
+        model = self._get_model()
+        return model.load_weights((loader_name(name, model), tensor) for name, tensor in tensors)
 
     def check(self, manifest: Manifest) -> None:
         """See `WorkerModel`. The dtypes have to be the engine's."""

@@ -1,4 +1,8 @@
-"""Layers of GatedDeltaNet in modules of transformers, which compute each packed sequence apart (`recurrence`)."""
+"""Layers of GatedDeltaNet in modules of transformers, which compute each packed sequence apart.
+
+On the CPU they do so in padded buckets (`recurrence`). On a GPU the convolution and the recurrence of
+flash-linear-attention take the borders of sequences: one call computes the whole row.
+"""
 
 import functools
 import importlib
@@ -16,6 +20,7 @@ from services.trainer.backends.recurrence import Segments
 
 OF_TRANSFORMERS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
 """Functions of a modeling file that take a kernel of another package if that is installed."""
+CONVOLUTION, KERNELS, BORDERS = "causal_conv1d_fn", "_millrace_kernels", "_millrace_borders"
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
@@ -31,13 +36,40 @@ def install(module: nn.Module) -> bool:
     one."""
     found: list[Any] = layers(module)
     for layer in found:
-        layer.forward = functools.partial(_apart, layer.forward)
+        setattr(layer, KERNELS, True)
+        layer.forward = functools.partial(_apart, layer, layer.forward)
+        file = importlib.import_module(type(layer).__module__)
+        setattr(file, CONVOLUTION, _with_borders(getattr(file, CONVOLUTION)))
     return bool(found)
 
 
-def _apart(whole: Callable[..., Tensor], hidden_states: Tensor, *, segments: Segments, **unused: Any) -> Tensor:
+def _apart(
+    layer: nn.Module, whole: Callable[..., Tensor], hidden_states: Tensor, *, segments: Segments, **unused: Any
+) -> Tensor:
     """[1, P, H] → [1, P, H]. `whole` is the layer's own forward pass for rows of one sequence each."""
+    if hidden_states.is_cuda and getattr(layer, KERNELS):
+        return whole(hidden_states, cu_seq_lens_q=segments.starts)
     return segments.computed(whole, hidden_states[0])[None]
+
+
+def _with_borders(of_transformers: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A modeling file's function of the convolution [n, C, P], which flash-linear-attention computes if it is told the
+    borders of sequences."""
+    if hasattr(of_transformers, BORDERS):
+        return of_transformers
+
+    @functools.wraps(of_transformers)
+    def convolve(row: Tensor, weight: Tensor, bias: Tensor | None = None, **named: Any) -> Tensor:
+        starts = named.get("cu_seq_lens_q")
+        if starts is None:
+            return of_transformers(row, weight, bias, **named)
+        kernel = importlib.import_module(f"{recurrence.KERNELS}.modules.causal_conv1d").causal_conv1d
+        found, _ = kernel(row.transpose(1, 2), weight, bias, activation=named["activation"], cu_seqlens=starts)
+        convolved: Tensor = found.transpose(1, 2)
+        return convolved
+
+    setattr(convolve, BORDERS, True)
+    return convolve
 
 
 def check_kernels(module: nn.Module, device_type: str, path: str, field: str) -> None:
@@ -51,10 +83,15 @@ def in_torch(module: nn.Module) -> Iterator[None]:
     """Inside, such layers compute with plain torch, on a host that has kernels for GPUs too."""
     files = [importlib.import_module(name) for name in {type(layer).__module__ for layer in layers(module)}]
     kept = {(file, name): getattr(file, name) for file in files for name in OF_TRANSFORMERS}
+    by_kernels = [layer for layer in layers(module) if getattr(layer, KERNELS, False)]
     for (file, name), function in kept.items():
         setattr(file, name, inspect.unwrap(function))
+    for layer in by_kernels:
+        setattr(layer, KERNELS, False)
     try:
         yield
     finally:
+        for layer in by_kernels:
+            setattr(layer, KERNELS, True)
         for (file, name), function in kept.items():
             setattr(file, name, function)

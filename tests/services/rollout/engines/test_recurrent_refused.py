@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
+from vllm import ModelRegistry
 
 from millrace.errors import InvalidJob
 from millrace.memory.shape import decoder_shape
 from services.rollout.engines.options import is_recurrent, refuse_recurrent
 from services.rollout.engines.transformers.model import random_model
+from services.rollout.engines.vllm.options import engine_arguments
 from tests.hybrid_models import IN_THREE, SIZES, TOKENS, TOWER
 from tests.services.rollout.jobs import job_spec
 
@@ -26,6 +28,16 @@ def test_a_language_model_inside_another_is_seen(wrapper: Path) -> None:
     assert is_recurrent(str(wrapper))
     with pytest.raises(InvalidJob, match=r"model\.path: .*linear attention were not shown to be the trainer's with an"):
         refuse_recurrent(str(wrapper), "an engine")
+
+
+def test_a_release_without_the_language_model_builds_the_whole(wrapper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.26 has Qwen3.5 only with its tower, which gets no pictures then."""
+    spec = job_spec(wrapper)
+    assert engine_arguments(spec).hf_overrides == {"architectures": ["Qwen3_5ForCausalLM"]}
+    monkeypatch.setattr(ModelRegistry, "get_supported_archs", lambda: ["Qwen3_5ForConditionalGeneration"])
+    arguments = engine_arguments(spec)
+    assert not arguments.hf_overrides
+    assert arguments.limit_mm_per_prompt == {"image": 0, "video": 0}
 
 
 def test_a_config_without_kinds_of_layers_is_seen(tmp_path: Path) -> None:
