@@ -100,17 +100,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         running.close()
 
 
-def test_one_interrupt_takes_all_down_in_order(stack: Running) -> None:
-    assert Client(stack.told()["url"]).ready()
-    stack.watchdog.send_signal(signal.SIGINT)
-    status, console = stack.end()
-    assert status == 0
-    assert "trainer did not stop within 1 s and is killed" in console
-    assert "coordinator did not stop" not in console
-    assert console.index("stopping.") < console.index("trainer did not stop") < console.index("stopped.")
-    assert stack.services() == [] and stack.pids() == {}
-
-
 def test_a_second_interrupt_does_not_wait(stack: Running) -> None:
     stack.watchdog.send_signal(signal.SIGINT)
     time.sleep(0.3)  # less than the trainer may take to stop
@@ -149,7 +138,8 @@ def test_what_a_dead_service_left_behind_is_ended_before_it_starts_again(shared:
     assert not runs(child)
 
 
-def test_a_drained_member_is_not_started_again_and_a_killed_one_is(stack: Running) -> None:
+def test_a_drained_member_is_not_started_again_and_one_interrupt_takes_all_down_in_order(stack: Running) -> None:
+    """A member that was killed is started again."""
     with Client(stack.told()["url"], patience_s=20) as client:
         eventually(lambda: client.fleet().replicas)
         killed = stack.pids()["rollout-0"]
@@ -164,6 +154,10 @@ def test_a_drained_member_is_not_started_again_and_a_killed_one_is(stack: Runnin
     status, console = stack.end()
     assert status == 0 and "rollout-0 was drained and has left the fleet; it is not started again" in console
     assert console.count("it is started again") == 1
+    assert "trainer did not stop within 1 s and is killed" in console
+    assert "coordinator did not stop" not in console
+    assert console.index("stopping.") < console.index("trainer did not stop") < console.index("stopped.")
+    assert stack.services() == [] and stack.pids() == {}
 
 
 def test_replicas_are_added_and_drained_while_the_stack_runs(shared: Running) -> None:

@@ -55,6 +55,8 @@ CASES = [
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 HORIZON = 10
+SPLITS = 4 if settings().derandomize else 12
+"""Of each loss and aggregation: `make test` tries fewer, and always the same."""
 
 
 def computed(case: Case, batch: Batch, logprobs_bt: Tensor | None = None, **arguments):
@@ -120,7 +122,7 @@ def test_any_split_over_micro_batches_and_ranks_is_exact(case, mode):
     loss.backward()
     totals = BatchTotals.of(batch.mask_bt)
 
-    @settings(deadline=None, max_examples=12)
+    @settings(deadline=None, max_examples=SPLITS)
     @given(homes=st.lists(st.integers(0, 3), min_size=10, max_size=10), columns=st.integers(0, 2))
     def check(homes: list[int], columns: int) -> None:
         split_bt = batch.logprobs_bt.clone().requires_grad_()
