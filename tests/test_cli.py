@@ -326,7 +326,7 @@ def test_an_engine_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 def test_an_export_needs_no_coordinator(tmp_path: Path) -> None:
     done = subprocess.run([COMMAND, "export", str(tmp_path), str(tmp_path / "out")], capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""
-    assert f"{tmp_path} is not a checkpoint of this trainer" in done.stderr and "Fix: give the folder" in done.stderr
+    assert f"{tmp_path} is not a checkpoint" in done.stderr and "Fix: give OUTPUT/checkpoints/step-N" in done.stderr
 
 
 def test_a_misspelt_command_or_option_gets_a_suggestion() -> None:

@@ -11,12 +11,15 @@ import io
 import json
 import random
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -194,7 +197,14 @@ def warmed(tokenizer: PreTrainedTokenizerFast, warm_up: WarmUp) -> PreTrainedMod
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATES[warm_up.size], weight_decay=warm_up.weight_decay
     )
-    for step in range(1, warm_up.max_steps + 1):
+    steps = track(
+        range(1, warm_up.max_steps + 1),
+        f"warming up, until {warm_up.until:.0%} is right",
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    )
+    for step in steps:
         batch, shown = drawn(task, source, tokenizer, rng, warm_up.samples, right=warm_up.right)
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATES[warm_up.size] * min(1.0, step / warm_up.lr_warmup_steps)

@@ -84,8 +84,8 @@ CHECKS = (
         above=False,
         figure=_spread,
         text="every reward is {:.4g}",
-        advice="Nothing is learned. Likely the reward function does not find the answer in the text, or the task is "
-        "too hard or too easy for the model",
+        advice="Nothing is learned. Likely the reward function does not find the answer in the text or gives every "
+        "answer the same, or the model solves every prompt or none",
     ),
     Check(
         cause=WarningCause.NO_SIGNAL,

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import JobId, Version
+from services.trainer.checkpoints import FILE, FORMAT
 from services.trainer.checkpoints.box_files import BoxReader, assign_writers, key, write
-from services.trainer.checkpoints.description import FILE, FORMAT, Description, check_names, trained_names
+from services.trainer.checkpoints.description import Description, check_names, trained_names
 from services.trainer.checkpoints.huggingface import GatheredAdapter, write_folder
 from services.trainer.protocol.backend import Backend, models
 from services.trainer.protocol.local_tensors import is_saved_here, local_parts

@@ -9,6 +9,7 @@ from typing import Any
 
 from millrace.errors import InvalidState
 from millrace.ids import JobId, Version
+from services.trainer.checkpoints import FILE, FORMAT
 from services.trainer.protocol.adapter import is_adapter
 from services.trainer.protocol.backend import Backend, models
 from services.trainer.ranks import collectives
@@ -50,10 +51,6 @@ def _layers(names: set[str]) -> set[str]:
 def _some(names: set[str]) -> str:
     """One of them, and how many there are besides."""
     return f"{min(names)} and {len(names) - 1} more" if len(names) > 1 else min(names)
-
-
-FILE = "trainer.json"
-FORMAT = 2
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,10 @@ from typing import Annotated
 
 import typer
 
+from millrace.errors import InvalidState, MillraceError
+from millrace.terminal.output import print_error
+from services.trainer.checkpoints import FILE
+
 
 class Format(StrEnum):
     HUGGINGFACE = "huggingface"
@@ -47,16 +51,29 @@ def export(
     Checkpoints of any backend and any number of ranks can be exported. Tensors that are not trained (a router's bias
     under FSDP2, a vision tower under Megatron) are taken from the model folder.
     """
-    from millrace.errors import MillraceError
-    from millrace.terminal.output import print_error
-    from services.trainer.checkpoints.exported import write  # imports torch and transformers
-
     try:
+        check_checkpoint(checkpoint)
+        from services.trainer.checkpoints.exported import write  # imports torch and transformers
+
         count = write(checkpoint, folder, model, dtype, trust_remote_code, weights, format.value)
     except MillraceError as error:
         print_error(error)
         raise typer.Exit(1) from error
     print(f"{folder}: {count} tensors of {checkpoint}")
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raises InvalidState for a folder that is no checkpoint, and names the newest of those in it: a job's OUTPUT is
+    often given instead."""
+    if (folder / FILE).is_file():
+        return
+    steps = {
+        int(number): path
+        for path in (*folder.glob("step-*"), *folder.glob("checkpoints/step-*"))
+        if (number := path.name.removeprefix("step-")).isdecimal() and (path / FILE).is_file()
+    }
+    fix = f"give one in it; the newest is {steps[max(steps)]}." if steps else "give OUTPUT/checkpoints/step-N of a job."
+    raise InvalidState(f"{folder} is not a checkpoint: there is no {FILE} in it.", fix)
 
 
 if __name__ == "__main__":
