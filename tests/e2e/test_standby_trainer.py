@@ -1,7 +1,7 @@
 """A trainer that stands by takes the seat when the one in it is killed, at any moment of a step.
 
 Answers are the most likely tokens, one after another: a job with kills and one without have the same weights, bit for
-bit. `make test` has one kill. All moments, with the figures of BENCHMARKS.md:
+bit. `make test` has one kill, and one under `millrace up`. All moments, with the figures of BENCHMARKS.md:
 `pytest -s -k moments tests/e2e/test_standby_trainer.py`.
 """
 
@@ -12,11 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.conftest import adds_up, finished, until, vowels_job
+from tests.e2e.conftest import adds_up, finished, started, until, vowels_job
 from tests.e2e.test_trainer_kills import INSTANTS, MOMENTS, Instant
 from tests.forked import Forked
 from tests.models import save_tiny_model
@@ -144,3 +145,27 @@ def test_the_job_has_the_weights_of_one_without_a_kill(instants: list[Instant], 
         whole = job.weights("whole", steps)
     assert killed.keys() == whole.keys() and any(not torch.equal(first[name], whole[name]) for name in whole)
     assert [name for name in whole if not torch.equal(killed[name], whole[name])] == []
+
+
+def test_millrace_up_keeps_a_trainer_of_two_ranks_ready(job: dict[str, Any], tmp_path: Path) -> None:
+    """A rank of the one in the seat is killed. Its launcher starts it again, and then it stands by."""
+    job["schedule"] |= {"steps": 12, "max_staleness": 0}
+    job["rollout"]["max_response_tokens"] = 32
+    with started(tmp_path / "state", replicas=1, engine="transformers", standby_trainers=1, ranks=2) as stack:
+        client = stack.client()
+        job_id = client.submit(job).id
+
+        def stands_by() -> bool:
+            return client.job(job_id).step > 3 and client.fleet().trainers[1].version > 1
+
+        until("a trainer stands by", stands_by, 200)
+        seat, next_one = client.fleet().trainers
+        port = int(seat.address.rpartition(":")[2])
+        serving = (c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port)
+        rank_zero = psutil.Process(next(serving).pid)
+        rank_zero.kill()
+        adds_up(client, finished(client, job_id))
+        configured = [e.data for e in client.events(job_id, follow=False) if e.kind == "trainer.configured"]
+        assert [(each.member, each.stood_by) for each in configured] == [(seat.id, False), (next_one.id, True)]
+        until("it is back", lambda: len([m for m in client.fleet().trainers if m.state == "serving"]) == 2, 60)
+        assert client.fleet().trainers[0].id == next_one.id
