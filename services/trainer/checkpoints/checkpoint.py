@@ -112,11 +112,12 @@ def copy_for_saving(
         adapter=_adapter(backend),
     )
     if huggingface:
-        if backend.adapter is None:
-            write_folder(partial / "huggingface", backend.export, Path(model), weights=_path(weights))
-        if (critic := backend.critic) is not None:
-            own = None if critic.folder != Path(model) else _path(weights)
-            write_folder(partial / "critic", critic.export, critic.folder, critic.config, own)
+        try:
+            _write_folders(partial, backend, Path(model), _path(weights))
+        except MillraceError:
+            if rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)  # it would fill the disk until the next checkpoint
+            raise
     boxes = _own_boxes(backend)
     if copied:
         boxes = {name: torch.empty(box.shape, dtype=box.dtype).copy_(box) for name, box in boxes.items()}
@@ -227,6 +228,15 @@ def _complete_files(folder: Path, sizes: dict[str, int]) -> list[Path]:
             what = f"{path} is damaged: it was written with {size} bytes and has {found}."
             raise InvalidState(what, "configure the trainer from another checkpoint.")
     return [folder / name for name in sizes]
+
+
+def _write_folders(partial: Path, backend: Backend, model: Path, weights: Path | None) -> None:
+    """The folders that transformers reads: of the policy, if all its weights are trained, and of the critic."""
+    if backend.adapter is None:
+        write_folder(partial / "huggingface", backend.export, model, weights=weights)
+    if (critic := backend.critic) is not None:
+        own = None if critic.folder != model else weights
+        write_folder(partial / "critic", critic.export, critic.folder, critic.config, own)
 
 
 def _begin(partial: Path) -> None:
