@@ -33,16 +33,17 @@ HEAD = "head"
 class Services:
     """The services of one network. All are ended with this object."""
 
-    def __init__(self, network: Network, folder: Path, *, forked: bool) -> None:
-        """`forked`: without the seconds in which each process imports torch; see tests/forked.py."""
-        self.network = network
+    def __init__(self, network: Network, folder: Path, *, forked: bool, head: str = HEAD) -> None:
+        """`forked`: without the seconds in which each process imports torch; see tests/forked.py. `head`: the host of
+        the coordinator."""
+        self.network, self._head = network, head
         self.state = folder / "coordinator"
         self._logs = folder / "logs"
         self._forked = forked
         self._token = secrets.token_hex(16)
         self._started: list[Process] = []
-        self._desk = ThreadPoolExecutor(1, initializer=network[HEAD].enter)
-        self.client = Client(f"http://{network[HEAD].address}:{REST}", self._token)
+        self._desk = ThreadPoolExecutor(1, initializer=network[head].enter)
+        self.client = Client(f"http://{network[head].address}:{REST}", self._token)
         """To be used `at_the_desk`."""
 
     def __enter__(self) -> Self:
@@ -82,9 +83,9 @@ class Services:
             return subprocess.Popen(command, stdout=output, stderr=output, env=whole, cwd=ROOT, start_new_session=True)
 
     def coordinator(self) -> Process:
-        """On HEAD; waits until it serves."""
+        """Waits until it serves."""
         where = ("--http-host", "0.0.0.0", "--grpc-host", "0.0.0.0", "--state-dir", str(self.state))
-        process = self.start(HEAD, "coordinator", "services.coordinator", *where)
+        process = self.start(self._head, "coordinator", "services.coordinator", *where)
         self.until("the coordinator serves", lambda client: client.fleet() is not None, 120.0)
         return process
 
@@ -128,14 +129,14 @@ class Services:
 
     @property
     def _grpc(self) -> str:
-        return f"{self.network[HEAD].address}:{GRPC}"
+        return f"{self.network[self._head].address}:{GRPC}"
 
     def at_the_desk(self, look: Callable[[Client], Seen]) -> Seen:
-        """What `look` gives on HEAD."""
+        """What `look` gives on the coordinator's host."""
         return self._desk.submit(look, self.client).result()
 
     def until(self, what: str, look: Callable[[Client], Seen], timeout_s: float) -> Seen:
-        """Waits until `look` gives something on HEAD; fails with `what` and the ends of the logs."""
+        """Waits until `look` gives something at the desk; fails with `what` and the ends of the logs."""
         deadline = time.monotonic() + timeout_s
         while True:
             with contextlib.suppress(MillraceError):

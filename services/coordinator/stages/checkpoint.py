@@ -76,9 +76,19 @@ async def recover(run: Run) -> None:
 
 
 async def _begin(run: Run) -> None:
-    """Notes the cut, then asks the trainer to save. Raises TrainerLost, SaveFailed."""
+    """Notes the cut, then asks the trainer to save. Raises TrainerLost, SaveFailed.
+
+    A folder that is in the way is of steps that the ledger has forgotten, by a restored backup or a lost Redis. It goes
+    before the cut is noted: from then on a folder of that name is the checkpoint of this cut.
+    """
     folder = str(Path(run.spec.output) / "checkpoints" / f"step-{run.job.step}")
     cut = await _cut(run, folder)
+    try:
+        await asyncio.to_thread(shutil.rmtree, folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise await _failed(run, cut, f"an older one there cannot be removed: {error.strerror}.") from error
     await run.records.set_note(NOTE, cut)
     request = trainer_pb2.SaveRequest(job_id=run.job.id, path=folder, huggingface=run.done)
     try:

@@ -379,7 +379,7 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
         self.most_at_once = max(self.most_at_once, len(self.saving.keys() - self.saved))
         await self.faults.strike("FinishSave", request)
         await asyncio.sleep(self.save_s)
-        _write(Path(request.path), state)
+        write_state(Path(request.path), state)
         self.saved.add(request.path)
         await self.faults.strike("SaveDone", request)
         return trainer_pb2.FinishSaveResponse(version=state["version"], bytes=8, seconds=self.save_s)
@@ -398,7 +398,8 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
         )
 
 
-def _write(folder: Path, state: dict[str, object]) -> None:
+def write_state(folder: Path, state: dict[str, object]) -> None:
+    """Writes the checkpoint of a simulated trainer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "state.json").write_text(json.dumps(state))
 

@@ -14,6 +14,7 @@ from millrace.spec.schedule import Schedule
 from services.coordinator.stages.checkpoint import _prune
 from services.coordinator.store import Store
 from tests.services.coordinator.cluster import Cluster, scenario, until
+from tests.services.coordinator.peers import write_state
 from tests.services.coordinator.redis import a_job, with_store
 from tests.services.coordinator.test_recovery import trained_once
 
@@ -108,8 +109,9 @@ async def test_a_job_whose_last_one_cannot_be_written_fails_with_the_one_before(
     assert "checkpoint of step 6 was not saved" in str(job.failure) and "No space left" in str(job.failure)
 
 
-async def lost_at(moment: str, cluster: Cluster, spec: dict[str, Any]) -> list[str]:
-    """What the next trainer is configured from, after the first died at `moment` of its save of step 4."""
+async def lost_at(moment: str, cluster: Cluster, spec: dict[str, Any], *, forgotten: bool = False) -> list[str]:
+    """What the next trainer is configured from, after the first died at `moment` of its save of step 4. `forgotten`:
+    there is one of that step already, of other prompts."""
     first, _ = await cluster.trainer(), await cluster.replica()
     spec["schedule"]["save_every_steps"] = 2
     dying: list[asyncio.Task[None]] = []
@@ -121,6 +123,8 @@ async def lost_at(moment: str, cluster: Cluster, spec: dict[str, Any]) -> list[s
 
     first.faults[moment] = die
     job_id = await cluster.submit(spec)
+    if forgotten:
+        write_state(Path(at(spec, 4)), {"version": 4, "trained": {}})
     await until(lambda: asyncio.sleep(0, dying), within_s=20)
     await dying[0]
     second = await cluster.trainer()
@@ -135,6 +139,12 @@ async def test_a_trainer_that_dies_while_it_writes_leaves_the_one_before(
     cluster: Cluster, spec: dict[str, Any]
 ) -> None:
     assert await lost_at("FinishSave", cluster, spec) == [at(spec, 2)]
+
+
+@scenario
+async def test_one_of_steps_that_were_forgotten_is_not_taken_for_it(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """A restored backup knows nothing of the checkpoints that were written after it."""
+    assert await lost_at("FinishSave", cluster, spec, forgotten=True) == [at(spec, 2)]
 
 
 @scenario
