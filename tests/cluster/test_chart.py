@@ -1,5 +1,6 @@
 """The chart of deploy/helm, rendered by Helm for each of its sizes and held against Kubernetes' own schemas."""
 
+import asyncio
 import functools
 import os
 import re
@@ -11,6 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
+
+from millrace.errors import Unavailable
+from services.coordinator.scaling import scalers
+from tests.certificates import Authority
+from tests.services.coordinator.scaling.test_scalers import Api, serving
 
 validation = pytest.importorskip("kubernetes_validate")
 ROOT = Path(__file__).parents[2]
@@ -166,6 +172,79 @@ def test_sandboxes_are_open_where_they_are_wanted_and_closed_elsewhere() -> None
     assert replica["containers"][0]["securityContext"]["procMount"] == "Unmasked"
     closed = dict(templates(rendered(CHART / "sizes/laptop.yaml")))["mill-rollout"]["spec"]
     assert closed["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault" and "hostUsers" not in closed
+
+
+class GuardedApi(Api):
+    """A scale that only those calls reach that a Role allows."""
+
+    def __init__(self, role: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._role = role
+
+    def answer(self, method: str, path: str, token: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        found = re.fullmatch(r"/apis/([^/]+)/v1/namespaces/([^/]+)/([^/]+)/([^/]+)/scale", path)
+        assert found is not None and method in ("GET", "PATCH")
+        group, namespace, resource, name = found.groups()
+        asked = (group, f"{resource}/scale", name, method.lower())
+        kinds = ("apiGroups", "resources", "resourceNames", "verbs")
+        allowed = any(all(a in rule[k] for a, k in zip(asked, kinds, strict=True)) for rule in self._role["rules"])
+        if namespace != "lab" or not allowed:
+            return 403, {"kind": "Status", "message": f"{method} {path} is forbidden"}
+        known = "/apis/apps/v1/namespaces/rl/deployments/millrace-rollout/scale"
+        return super().answer(method, known, token, body)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_scaler_may_scale_its_group_and_nothing_else(
+    nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scaler of the chart's variables calls an API that obeys the chart's Role."""
+    group = ("coordinator.autoscale.group=rollout", f"replicas[0].nodes={nodes}")
+    objects = rendered(CHART / "sizes/one-host.yaml", *group)
+    for each in objects:
+        if each["kind"] not in CUSTOM:
+            validation.validate(each, RELEASES[0], strict=True)
+    (role,), (binding,), (account,) = (
+        [each for each in objects if each["kind"] == kind] for kind in ("Role", "RoleBinding", "ServiceAccount")
+    )
+    found = dict(templates(objects))
+    with_token = {name for name, one in found.items() if one["spec"]["automountServiceAccountToken"]}
+    assert with_token == {"mill-coordinator"}
+    assert found["mill-coordinator"]["spec"]["serviceAccountName"] == account["metadata"]["name"]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    subject = {"kind": "ServiceAccount", "name": account["metadata"]["name"], "namespace": "lab"}
+    assert binding["subjects"] == [subject]
+    (scaled,) = [
+        each for each in objects if each["metadata"]["name"] == "mill-rollout" and "Budget" not in each["kind"]
+    ]
+    assert "replicas" not in scaled["spec"], "an upgrade would set it"
+
+    files, token = Authority(tmp_path / "pki").member("api"), tmp_path / "account"
+    token.mkdir()
+    for name, text in (("namespace", "lab"), ("ca.crt", files.ca.read_text()), ("token", "first")):
+        (token / name).write_text(text)
+    variables = environment(found["mill-coordinator"])
+    assert variables["MILLRACE_AUTOSCALE"] == "1:4"
+    resource, _, name = variables["MILLRACE_SCALER"].removeprefix("kubernetes:").partition("/")
+    api = GuardedApi(role)
+    with serving(api, files) as port:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
+        asyncio.run(scalers.KubernetesScaler(resource, name, token).set(3))
+        assert asyncio.run(scalers.KubernetesScaler(resource, name, token).current()) == 3
+        with pytest.raises(Unavailable, match="403"):
+            asyncio.run(scalers.KubernetesScaler(resource, "mill-judge", token).set(9))
+    assert api.replicas == 3
+
+
+def test_no_pod_has_a_token_of_kubernetes_and_no_other_group_scales() -> None:
+    kinds = {each["kind"] for each in rendered(PLAIN)}
+    assert not kinds & {"Role", "RoleBinding", "ServiceAccount"}
+    for values in (
+        ("coordinator.autoscale.group=judge",),
+        ("coordinator.autoscale.group=rollout", "replicas[0].pool=judge"),
+    ):
+        rendered(CHART / "sizes/one-host.yaml", *values, fails=True)
 
 
 def test_a_misspelt_value_a_missing_redis_and_missing_certificates_are_refused() -> None:

@@ -13,10 +13,13 @@ app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
 {{- /* What the pods of all three services have: .root, .component, .of (its values), .image, .env, .command, .probe, .graceS,
-.port, and .sandbox for replicas. */ -}}
+.port, .sandbox for replicas, and .account, whose token the pod gets. */ -}}
 {{- define "millrace.pod" -}}
 terminationGracePeriodSeconds: {{ .graceS }}
-automountServiceAccountToken: false
+automountServiceAccountToken: {{ not (empty .account) }}
+{{- with .account }}
+serviceAccountName: {{ . }}
+{{- end }}
 {{- with .root.Values.images.pullSecrets }}
 imagePullSecrets: {{ toYaml . | nindent 2 }}
 {{- end }}
