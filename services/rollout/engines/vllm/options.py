@@ -54,6 +54,8 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: 
     else:
         refuse_recurrent(spec.model.path, "vLLM on GPUs", SHOWN_ON_GPUS)
     _refuse_unequal(spec, on_cpu=current_platform.is_cpu())
+    if current_platform.is_cpu():
+        _refuse_head_size(spec.model.path)
     options = spec.rollout.options_of("vllm")
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     check_names(spec, "vllm", known, "AsyncEngineArgs")
@@ -109,6 +111,24 @@ def _refuse_unequal(spec: JobSpec, *, on_cpu: bool) -> None:
     if reason := unequal({**config, **(config.get("text_config") or {})}, longest, on_cpu=on_cpu):
         fix = "start replicas with the transformers engine, or choose another model."
         raise refused("model.path", spec.model.path, reason, fix)
+
+
+def _refuse_head_size(model: str) -> None:
+    """Raises InvalidJob if vLLM's CPU build has no attention kernel for the model's heads: its engine would die at the
+    first request."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    config = read_config(model)
+    text = {**config, **(config.get("text_config") or {})}
+    heads = text.get("num_attention_heads")
+    if not heads or has_latents(model):
+        return
+    size = text.get("head_dim") or text.get("hidden_size", 0) // heads
+    if size and size not in (known := CPUAttentionBackend.get_supported_head_sizes()):
+        reason = (
+            f"its heads have {size} values, and vLLM's CPU build computes attention with {', '.join(map(str, known))}"
+        )
+        raise refused("model.path", model, reason, "start replicas with the transformers engine, or change head_dim.")
 
 
 def _text_part(model: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """From a job spec to vLLM's arguments, without starting an engine."""
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,17 @@ def test_attention_on_latents_is_one_whose_weights_can_be_written(on_latents: Pa
 
 
 @pytest.mark.e2e
+def test_heads_without_a_kernel_are_refused_before_the_engine_dies(tmp_path: Path) -> None:
+    """It died at the first request, three times, before the job failed."""
+    config = {"model_type": "qwen3", "num_attention_heads": 4, "hidden_size": 64}
+    for entries, size in ((config, 16), ({**config, "head_dim": 48}, 48), ({"text_config": config}, 16)):
+        (tmp_path / "config.json").write_text(json.dumps(entries))
+        with pytest.raises(InvalidJob, match=rf"model\.path: .*its heads have {size} values.*change head_dim"):
+            engine_arguments(job_spec(tmp_path, "vllm"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 32}))
+    engine_arguments(job_spec(tmp_path, "vllm"))
+
+
 def test_weights_that_vllm_repacks_are_refused(on_latents: Path) -> None:
     packed = {"attention_config": {"backend": "AMX_MLA"}}
     arguments = engine_arguments(job_spec(on_latents, "vllm", rollout={"engine_options": packed}))
