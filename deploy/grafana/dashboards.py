@@ -73,6 +73,11 @@ OVERVIEW = Dashboard(
         Panel(
             "Spans that were dropped, a minute", "short", {"spans": f"60 * rate(millrace_spans_dropped_total{RATE})"}
         ),
+        Panel(
+            "Webhook messages an hour",
+            "short",
+            {"{{outcome}}": "sum by (outcome) (increase(millrace_webhooks_total[1h]))"},
+        ),
         Panel("Redis connections", "short", {"connections": "millrace_redis_clients"}),
         Panel("Releases", "short", {"{{service}} {{release}}": "count by (service, release) (millrace_build_info)"}),
     ),

@@ -123,7 +123,7 @@ class Webhooks:
 
     def __init__(self, shared: Shared, views: JobViews, own: Hook | None) -> None:
         self._events, self._views, self._own = shared.events, views, own
-        self._store = shared.store
+        self._store, self._prometheus = shared.store, shared.prometheus
         self._sending: dict[asyncio.Task[None], float] = {}
         """Messages that are being delivered. The value is the Unix time at which the job ended that the message is
         about; ∞ for others."""
@@ -243,9 +243,11 @@ class Webhooks:
         )
         try:
             await retrying(_send, hook, message)
+            self._prometheus.called_webhook(delivered=True)
             log.info("a webhook was called", job=job_id, webhook=hook.field, kind=message.kind)
         except (MillraceError, RetryError) as error:
             last = error.last_attempt.exception() if isinstance(error, RetryError) else error
+            self._prometheus.called_webhook(delivered=False)
             text = f"{hook.field}: the message {message.kind} was not delivered: {last}"
             log.warning("a webhook failed", job=job_id, webhook=hook.field, kind=message.kind, error=str(last))
             if hook.of_job:

@@ -111,6 +111,8 @@ class PrometheusMetrics:
         describe_process(self.registry, Owner.COORDINATOR)
         self._health = JobHealth(self.registry)
         names.SPANS_DROPPED.on(self.registry)  # on the page from the beginning
+        for outcome in ("delivered", "failed"):
+            names.WEBHOOKS.on(self.registry).labels(outcome=outcome)
         self._counted: set[JobId] = set()
         """Jobs that may have counters."""
 
@@ -126,6 +128,10 @@ class PrometheusMetrics:
     def dropped_spans(self, count: int) -> None:
         """Counts spans that are not kept."""
         names.SPANS_DROPPED.on(self.registry).inc(count)
+
+    def called_webhook(self, *, delivered: bool) -> None:
+        """Counts a message that was delivered or given up."""
+        names.WEBHOOKS.on(self.registry).labels(outcome="delivered" if delivered else "failed").inc()
 
     def asked_redis(self, seconds: float) -> None:
         """Records a command or script in Redis."""

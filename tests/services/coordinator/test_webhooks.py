@@ -29,6 +29,7 @@ from millrace.spec.schedule import Webhook
 from millrace.validation.urls import ALLOWED
 from services.coordinator import webhooks
 from services.coordinator.observe.events import Events
+from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.state.job import JobRecord
 from services.coordinator.store import Store
 from services.coordinator.webhooks import Hook, Webhooks
@@ -106,11 +107,13 @@ async def until(true: Callable[[], Awaitable[bool]] | Callable[[], bool]) -> Non
 
 @contextlib.asynccontextmanager
 async def sending(store: Store, own: Hook | None = None) -> Any:
-    components: Any = SimpleNamespace(store=store, events=Events(store))
+    """Sends meanwhile. The value counts the messages by outcome."""
+    prometheus = PrometheusMetrics()
+    components: Any = SimpleNamespace(store=store, events=Events(store), prometheus=prometheus)
     views: Any = SimpleNamespace(waits_for=lambda job: SimpleNamespace(message="no trainer is connected"))
     task = asyncio.create_task(Webhooks(components, views, own).run())
     try:
-        yield
+        yield lambda outcome: prometheus.registry.get_sample_value("millrace_webhooks_total", {"outcome": outcome})
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -141,7 +144,7 @@ def test_an_end_is_told_once_signed_after_refused_attempts(got: Received, redis_
     job = job_with({"url": got.url, "secret": "env:TEAM_KEY"}, user="alice")
 
     async def play(store: Store) -> None:
-        async with sending(store):
+        async with sending(store) as messages:
             await until(reported(store))
             await store.jobs.create(job)
             await end(store, job, JobState.FAILED, failure="no trainer joined", step=3)
@@ -152,6 +155,7 @@ def test_an_end_is_told_once_signed_after_refused_attempts(got: Received, redis_
                 return await store.index.reported_until() == last[1]
 
             await until(noted)
+            assert (messages("delivered"), messages("failed")) == (1, 0)
         async with sending(store):  # another coordinator
             await store.jobs.create(other := job_with({"url": got.url}, number=2))
             await end(store, other, JobState.CANCELLED)
@@ -187,11 +191,12 @@ def test_what_is_not_delivered_is_an_event(statuses: list[int], attempts: int, g
             found = await store.records(job.id).events("")
             return any(event.kind == "webhook.failed" for event in found)
 
-        async with sending(store):
+        async with sending(store) as messages:
             await until(reported(store))
             await store.jobs.create(job)
             await end(store, job, JobState.FAILED)
             await until(failed)
+            assert (messages("delivered"), messages("failed")) == (0, 1)
         (event,) = [e for e in await store.records(job.id).events("") if e.kind == "webhook.failed"]
         assert event.data.webhook == "webhooks.0" and f"status {statuses[0]}" in event.message
 

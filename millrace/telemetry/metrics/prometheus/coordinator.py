@@ -204,6 +204,13 @@ DISK_SIZE = PrometheusMetric(
 )
 
 # The coordinator's own work.
+WEBHOOKS = PrometheusMetric(
+    Counter,
+    "millrace_webhooks_total",
+    Unit.COUNT,
+    "Messages to webhooks by outcome: delivered, or failed after the last attempt.",
+    ("outcome",),
+)
 SPANS_DROPPED = PrometheusMetric(
     Counter,
     "millrace_spans_dropped_total",
