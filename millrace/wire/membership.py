@@ -27,6 +27,9 @@ the member has ended, and does not start it again."""
 LIFE_FILE = "MILLRACE_LIFE_FILE"
 """Environment variable with the path of a file that a member touches before each message to the coordinator, with
 `time.monotonic()` as its time. The launcher sees by its age that the member stands still."""
+NOTICE_FILE = "MILLRACE_NOTICE_FILE"
+"""Environment variable with the path of a local file that an operator or an agent of the cloud makes if this host goes
+away soon."""
 PARTITION = "MILLRACE_PARTITION"
 """Environment variable with the partition of the fleet that this process, and those that it starts, work in."""
 PartitionOption = Annotated[
@@ -99,7 +102,8 @@ class Membership:
                 self._registered = False
                 continue
             self._heartbeat_s = reply.heartbeat_s or self._heartbeat_s
-            if reply.drain:
+            notice = heed_notice()
+            if reply.drain or notice:
                 if not self._leaving:
                     note_drained()
                 self._on_drain()
@@ -140,6 +144,14 @@ class Membership:
             await self._coordinator.call(method, request)
         except MillraceError as error:
             log.info("the coordinator did not get the message", method=method.name, error=str(error))
+
+
+def heed_notice() -> bool:
+    """Whether this host goes away, by its notice. The launcher then does not start this process again."""
+    if not (path := os.environ.get(NOTICE_FILE)) or not Path(path).exists():
+        return False
+    note_drained()
+    return True
 
 
 def note_drained() -> None:

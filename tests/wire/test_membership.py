@@ -1,6 +1,7 @@
 """A member against a coordinator's Fleet service, over a real socket."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +9,7 @@ from millrace.contracts.v1 import fleet_pb2, fleet_pb2_grpc
 from millrace.errors import InvalidState, MillraceError, NotFound, Unavailable
 from millrace.ids import MemberId
 from millrace.wire.channel import Peer
-from millrace.wire.membership import Membership
+from millrace.wire.membership import DRAINED_FILE, NOTICE_FILE, Membership
 from millrace.wire.server import Server
 
 MEMBER = MemberId("rollout-1")
@@ -92,6 +93,30 @@ def test_a_member_that_is_to_drain_is_told() -> None:
         await server.stop(0.1)
 
     asyncio.run(scenario())
+
+
+def test_a_member_whose_host_goes_away_drains_and_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notice, noted = tmp_path / "notice", tmp_path / "drained"
+    monkeypatch.setenv(NOTICE_FILE, str(notice))
+    monkeypatch.setenv(DRAINED_FILE, str(noted))
+
+    async def scenario() -> None:
+        fleet, server, membership, drained = member()
+        await server.start()
+        keeping = asyncio.create_task(membership.run())
+        await fleet.quiet.wait()
+        fleet.quiet.clear()
+        await fleet.quiet.wait()
+        assert not drained.is_set() and not noted.exists()
+        notice.touch()
+        await asyncio.wait_for(drained.wait(), 20)
+        keeping.cancel()
+        await server.stop(0.1)
+
+    asyncio.run(scenario())
+    assert noted.exists()
 
 
 def test_a_member_sends_heartbeats_as_rarely_as_it_was_told_last() -> None:

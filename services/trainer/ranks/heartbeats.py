@@ -17,6 +17,7 @@ from torch.distributed import DistError
 
 from millrace.contracts.v1 import fleet_pb2
 from millrace.telemetry.usage import GpuReading, Gpus, HostMemory, host_memory, usage_message
+from millrace.wire.membership import heed_notice
 from services.trainer.ranks.world import World
 
 
@@ -178,7 +179,8 @@ class Heartbeats:
         try:
             while not self._stopped.wait(EVERY_S):
                 number += 1
-                heartbeat = Heartbeat(number, self._wants_drain or self._orphaned(), self._usage)
+                wants_drain = self._wants_drain or self._orphaned() or heed_notice()
+                heartbeat = Heartbeat(number, wants_drain, self._usage)
                 self._store.set(f"heartbeat/{self._world.rank}", heartbeat.encode())
                 if self._world.rank == 0:
                     self._read_all()

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed import TCPStore
 from millrace.contracts.methods import TrainerRpc
 from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.errors import NonFinite, OutOfMemory
+from millrace.wire.membership import DRAINED_FILE, NOTICE_FILE
 from services.trainer.ranks import commands, heartbeats
 from services.trainer.ranks.commands import CommandLoop, CommandSender, Handler, RanksFailed
 from services.trainer.ranks.heartbeats import Heartbeats
@@ -154,6 +156,21 @@ def test_any_rank_may_ask_to_drain(started: Any) -> None:
     while not ranks.drains and time.monotonic() < end:
         time.sleep(0.02)
     assert ranks.drains == [0]
+
+
+def test_a_rank_whose_host_goes_away_drains_the_trainer(
+    started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notice, noted = tmp_path / "notice", tmp_path / "drained"
+    monkeypatch.setenv(NOTICE_FILE, str(notice))
+    monkeypatch.setenv(DRAINED_FILE, str(noted))
+    ranks = started(answer, answer)
+    assert ranks.drains == [] and not noted.exists()
+    notice.touch()
+    end = time.monotonic() + 60
+    while not ranks.drains and time.monotonic() < end:
+        time.sleep(0.02)
+    assert ranks.drains == [0] and noted.exists()
 
 
 def test_one_rank_without_memory_ends_the_wait_for_the_others_at_once(
