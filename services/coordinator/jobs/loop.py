@@ -6,11 +6,12 @@ started again from the top: after a crash of the coordinator, of Redis or of the
 
 from services.coordinator.stages.admit import admit
 from services.coordinator.stages.checkpoint import checkpoint, keep_best
-from services.coordinator.stages.configure import configure, copy_to_standbys
+from services.coordinator.stages.configure import configure
 from services.coordinator.stages.evaluate import evaluate
 from services.coordinator.stages.issue import issue
 from services.coordinator.stages.publish import publish
 from services.coordinator.stages.run import Run
+from services.coordinator.stages.standby import copy_to_standbys
 from services.coordinator.stages.step import interrupted, step
 from services.coordinator.stages.stop import stop_early
 from services.coordinator.stages.track import track

@@ -24,9 +24,9 @@ from services.coordinator.jobs.placing import Placing
 from services.coordinator.jobs.waiting import JobViews, WaitingEvents
 from services.coordinator.stages.checkpoint import recover
 from services.coordinator.stages.checkpoint_copies import copies_done
-from services.coordinator.stages.configure import forget_copies
 from services.coordinator.stages.report import report
 from services.coordinator.stages.run import Cancelled, Components, Run
+from services.coordinator.stages.standby import forget_copies
 from services.coordinator.state.bell import waited
 from services.coordinator.state.faults import TRAINER_BUDGET
 from services.coordinator.state.job import JobRecord
