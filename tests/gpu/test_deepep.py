@@ -98,7 +98,7 @@ def test_a_layer_on_two_ranks_of_one_gpu() -> None:
             process.kill()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu(2)
 def test_updates_are_those_of_all_to_all(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.megatron", "--out", str(tmp_path), "--parts", "deepep"]
     command += ["--only", "replayed", "--budget-s", "300"]

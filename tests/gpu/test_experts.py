@@ -23,7 +23,6 @@ from tests.services.trainer.backends.megatron import tiny
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device"),
 ]
 OPTIONS = {"vllm": {**ENGINE_OPTIONS["vllm"], "enforce_eager": True}, "sglang": ENGINE_OPTIONS["sglang"]}
 LATENT_SIZES = {"num_attention_heads": 16, "num_key_value_heads": 16, "qk_nope_head_dim": 128, "v_head_dim": 128}

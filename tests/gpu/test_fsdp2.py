@@ -6,10 +6,7 @@ import torch
 from services.trainer.backends.fsdp2.attention import attend, attend_varlen, varlen_fits
 from services.trainer.backends.recurrence import Segments
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("window", [None, 100])

@@ -1,12 +1,10 @@
 """FSDP2's offloads on a GPU: the same gradients and weights, from less memory."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -16,19 +14,7 @@ from tests.services.trainer.backends.fsdp2.test_backend import samples
 from tests.services.trainer.backends.fsdp2.test_lora import loss
 from tests.services.trainer.groups import job_spec
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device"),
-]
-
-
-@pytest.fixture
-def device() -> Iterator[torch.device]:
-    chosen = torch.device("cuda", 0)
-    torch.cuda.set_device(chosen)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield chosen
-    dist.destroy_process_group()
+pytestmark = pytest.mark.gpu
 
 
 def eight_layers(folder: Path) -> Path:

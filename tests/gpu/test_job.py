@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from services.rollout.engines import probe
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.gpu(2),
     pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"),
     pytest.mark.timeout(900),
 ]
@@ -29,7 +27,7 @@ def test_it_learns_with_a_publication_after_every_step(engine: str, tmp_path: Pa
     assert report["mismatch"]["rollout_corr/k3_kl/same_version"] < 0.005
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices")
+@pytest.mark.gpu(3)
 def test_two_engines_in_one_job(tmp_path: Path) -> None:
     """MILLRACE_SGLANG_PYTHON names the interpreter of an environment with SGLang: the two exclude each other in one."""
     if not (found := probe("vllm")).ok or not (other := os.environ.get("MILLRACE_SGLANG_PYTHON")):

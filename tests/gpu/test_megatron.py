@@ -18,9 +18,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytestmark = [
-    pytest.mark.gpu,
+    pytest.mark.gpu(2),
     pytest.mark.timeout(700),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 ROOT = Path(__file__).parents[2]
 

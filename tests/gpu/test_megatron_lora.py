@@ -17,7 +17,6 @@ from tests.services.trainer.backends.megatron.launch import launch
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(700),
-    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device"),
 ]
 LORA: dict[str, dict[str, Any]] = {
     "qwen3": {"rank": 16, "alpha": 16},

@@ -15,9 +15,8 @@ from millrace.weights.transfer.channels.channel import ChannelMessage
 from millrace.weights.transfer.channels.nccl import NcclChannel, unique_id
 
 pytestmark = [
-    pytest.mark.gpu,
+    pytest.mark.gpu(2),
     pytest.mark.timeout(120),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 ANSWERS_S = 60.0
 Rank = tuple[Any, Connection]

@@ -3,13 +3,11 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from millrace.weights.plans.manifest import Content
 from services.trainer.backends import build
@@ -23,18 +21,8 @@ from tests.services.trainer.groups import job_spec
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def device() -> Iterator[torch.device]:
-    chosen = torch.device("cuda", 0)
-    torch.cuda.set_device(chosen)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield chosen
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

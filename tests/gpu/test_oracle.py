@@ -14,7 +14,6 @@ from services.rollout.engines import probe
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 GPUS = torch.cuda.device_count()
 ROOT = Path(__file__).parents[2]

@@ -1,12 +1,10 @@
 """A GPU of which a process may use only so much memory: what is said, and the same step with half the token budget."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.errors import OutOfMemory
@@ -18,23 +16,9 @@ from tests.models import save_tiny_model
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
 from tests.services.trainer.groups import job_spec, random_groups, refs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 BUDGET = 32_768
 Weights = dict[str, torch.Tensor]
-
-
-@pytest.fixture
-def device() -> Iterator[torch.device]:
-    """The first GPU, in a process group of this process alone; all of its memory may be used again at the end."""
-    chosen = torch.device("cuda", 0)
-    torch.cuda.set_device(chosen)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield chosen
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    dist.destroy_process_group()
 
 
 def worker(device: torch.device, control: ControlThread, folder: Path) -> Worker:

@@ -9,10 +9,7 @@ from millrace.weights.plans.memory import PieceInMessage
 from millrace.weights.transfer.checksum import checksum
 from millrace.weights.transfer.round_operations import differing_counts, message_checksums
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
 RANKS_A_GPU = 4
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from millrace.local.host import visible_devices
 from services.rollout.engines import probe
@@ -20,10 +19,9 @@ from tests.services.coordinator.conftest import running
 
 GPUS = RANKS + REPLICAS
 pytestmark = [
-    pytest.mark.gpu,
+    pytest.mark.gpu(GPUS),
     pytest.mark.chaos,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(torch.cuda.device_count() < GPUS, reason=f"needs {GPUS} CUDA devices"),
 ]
 OPTIONS: dict[str, dict[str, Any]] = {
     "transformers": {"max_num_seqs": 8},

@@ -1,14 +1,12 @@
 """Models with GatedDeltaNet layers on a GPU, with the kernels of flash-linear-attention."""
 
 import importlib.util
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from services.trainer.backends import build, recurrence
@@ -21,18 +19,8 @@ from tests.services.trainer.groups import job_spec
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device"),
     pytest.mark.skipif(importlib.util.find_spec(recurrence.KERNELS) is None, reason="needs flash-linear-attention"),
 ]
-
-
-@pytest.fixture
-def device() -> Iterator[torch.device]:
-    chosen = torch.device("cuda", 0)
-    torch.cuda.set_device(chosen)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield chosen
-    dist.destroy_process_group()
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

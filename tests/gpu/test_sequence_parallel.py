@@ -17,10 +17,7 @@ from tests.services.trainer.backends.fsdp2.test_backend import samples
 from tests.services.trainer.backends.fsdp2.test_lora import loss
 from tests.services.trainer.groups import job_spec
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.gpu(2)
 RANKS = 2
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},

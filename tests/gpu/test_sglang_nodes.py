@@ -16,9 +16,8 @@ from tests.services.rollout.nodes.engine_nodes import WITHIN_S, Replica, replica
 from tests.services.rollout.reference import logprobs
 
 pytestmark = [
-    pytest.mark.gpu,
+    pytest.mark.gpu(2),
     pytest.mark.timeout(900),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 
 
