@@ -9,6 +9,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from services.trainer.backends.recurrence import Segments
 
 OF_TRANSFORMERS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
 """Functions of a modeling file that take a kernel of another package if that is installed."""
-CONVOLUTION, KERNELS, BORDERS = "causal_conv1d_fn", "_millrace_kernels", "_millrace_borders"
+CONVOLUTION, BORDERS = "causal_conv1d_fn", "_millrace_borders"
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
@@ -36,18 +37,18 @@ def install(module: nn.Module) -> bool:
     one."""
     found: list[Any] = layers(module)
     for layer in found:
-        setattr(layer, KERNELS, True)
-        layer.forward = functools.partial(_apart, layer, layer.forward)
         file = importlib.import_module(type(layer).__module__)
+        layer.forward = functools.partial(_apart, file, layer.forward)
         setattr(file, CONVOLUTION, _with_borders(getattr(file, CONVOLUTION)))
     return bool(found)
 
 
 def _apart(
-    layer: nn.Module, whole: Callable[..., Tensor], hidden_states: Tensor, *, segments: Segments, **unused: Any
+    file: ModuleType, whole: Callable[..., Tensor], hidden_states: Tensor, *, segments: Segments, **unused: Any
 ) -> Tensor:
-    """[1, P, H] → [1, P, H]. `whole` is the layer's own forward pass for rows of one sequence each."""
-    if hidden_states.is_cuda and getattr(layer, KERNELS):
+    """[1, P, H] → [1, P, H]. `whole` is the forward pass of a layer of this modeling file for rows of one sequence
+    each."""
+    if hasattr(getattr(file, CONVOLUTION), BORDERS) and hidden_states.is_cuda:
         return whole(hidden_states, cu_seq_lens_q=segments.starts)
     return segments.computed(whole, hidden_states[0])[None]
 
@@ -83,15 +84,10 @@ def in_torch(module: nn.Module) -> Iterator[None]:
     """Inside, such layers compute with plain torch, on a host that has kernels for GPUs too."""
     files = [importlib.import_module(name) for name in {type(layer).__module__ for layer in layers(module)}]
     kept = {(file, name): getattr(file, name) for file in files for name in OF_TRANSFORMERS}
-    by_kernels = [layer for layer in layers(module) if getattr(layer, KERNELS, False)]
     for (file, name), function in kept.items():
         setattr(file, name, inspect.unwrap(function))
-    for layer in by_kernels:
-        setattr(layer, KERNELS, False)
     try:
         yield
     finally:
-        for layer in by_kernels:
-            setattr(layer, KERNELS, True)
         for (file, name), function in kept.items():
             setattr(file, name, function)

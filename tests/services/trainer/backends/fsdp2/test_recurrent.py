@@ -133,6 +133,18 @@ def test_a_layer_that_is_not_told_the_borders_fails(one_rank: torch.device, hybr
         one_pass(backend, MicroBatch.pack(samples([(2, 2), (3, 3)]), range(2)))
 
 
+def test_dynamo_compiles_a_layer_as_one_graph(hybrids: Callable[[str], Path]) -> None:
+    """With what chooses between the kernels and padded buckets."""
+    model = AutoModelForCausalLM.from_pretrained(hybrids("qwen3_5_text"))
+    assert recurrent.install(model)
+    layer: Any = recurrent.layers(model)[0]
+    lengths = [sum(each) for each in LENGTHS]
+    row = torch.randn(1, sum(lengths), model.config.hidden_size)
+    segments = recurrence.Segments.of(lengths, row.device)
+    compiled = torch.compile(layer.forward, backend="eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(row, segments=segments), layer(row, segments=segments))
+
+
 def test_ranks_cannot_share_a_sequence(hybrids: Callable[[str], Path]) -> None:
     spec = job_spec(hybrids("qwen3_5"), trainer={"backend_options": {"sequence_parallel_size": 2}})
     with pytest.raises(InvalidJob, match="sequence_parallel_size: 2: the recurrence of the model's linear attention"):
