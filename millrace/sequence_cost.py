@@ -16,6 +16,11 @@ INTERVAL = 4
 """One layer in this many attends if a config has neither `layer_types` nor `full_attention_interval`."""
 
 
+def text_entries(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a Hugging Face config, with those of its text part in their place."""
+    return {**config, **(config.get("text_config") or {})}
+
+
 def recurrence_by_layer(config: Mapping[str, Any]) -> tuple[bool, ...]:
     """Whether each layer has a recurrence (linear attention) instead of attention, by the entries of a Hugging Face
     config (of its text part). Empty for a model without such layers.

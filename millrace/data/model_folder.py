@@ -8,6 +8,7 @@ from typing import Any
 from millrace.checkpoints.index import is_checkpoint
 from millrace.data.quantization import block_scales
 from millrace.errors import refused
+from millrace.sequence_cost import text_entries
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
@@ -85,8 +86,7 @@ def check_weights_folder(path: str | Path, *, field: str, weights: bool = True) 
 
 def text_config(folder: Path, field: str = FIELD) -> dict[str, Any]:
     """The entries of config.json, with those of the text part in their place. Raises InvalidJob that names `field`."""
-    config = _json(folder / "config.json", folder, field)
-    return config | (config.get("text_config") or {})
+    return text_entries(_json(folder / "config.json", folder, field))
 
 
 def generation_end_tokens(folder: Path, field: str = FIELD) -> frozenset[int]:
@@ -104,7 +104,7 @@ def generation_end_tokens(folder: Path, field: str = FIELD) -> frozenset[int]:
 def vocabulary(folder: Path) -> int | None:
     """Number of tokens in the vocabulary by config.json; None if it does not say."""
     config = _json(folder / "config.json", folder)
-    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    size = config.get("vocab_size") or text_entries(config).get("vocab_size")
     return int(size) if size else None
 
 

@@ -17,6 +17,7 @@ from millrace.errors import InvalidJob
 from millrace.megatron.architectures import ARCHITECTURES, read_shape
 from millrace.megatron.architectures.reading import recurrence
 from millrace.megatron.architectures.shape import ExpertShape, ModelShape, Rope
+from millrace.sequence_cost import text_entries
 from millrace.towers import TowerShape
 
 FIELD = "model.path"
@@ -41,7 +42,7 @@ def decoder_shape(folder: Path, field: str = FIELD) -> ModelShape:
         if config.get("model_type") in ARCHITECTURES:
             with suppress(InvalidJob):  # a model that only the other backend builds
                 return replace(read_shape(folder, field), tower=_tower(config, folder))
-        return replace(_sizes({**config, **(config.get("text_config") or {})}), tower=_tower(config, folder))
+        return replace(_sizes(text_entries(config)), tower=_tower(config, folder))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         fix = "complete the config; the prediction needs it."
         raise InvalidJob(f"{field}: {path} does not say the model's sizes: {error}.", fix) from error

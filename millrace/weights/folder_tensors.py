@@ -25,15 +25,18 @@ NOT_OF_A_MODEL = (r"rotary_emb\.inv_freq$", r"^[^.]+$")
 checkpoint, such as its step."""
 TIED = "tie_word_embeddings"
 INNER = "language_model."
-"""Part of the names of a language model's tensors in the folder of a model that has towers beside it."""
 
 
 def stored_name(name: str, names: Container[str]) -> str:
     """The name, among `names` of a folder's tensors, of the tensor that is trained and published as `name`: the
     language model may lie inside another one. A name that the folder has in neither form stays as it is."""
+    return inner if name not in names and (inner := inside(name)) in names else name
+
+
+def inside(name: str) -> str:
+    """The name of a language model's tensor in the folder of a model that has towers beside it."""
     prefix, dot, rest = name.partition(".")
-    inside = f"{prefix}{dot}{INNER}{rest}"
-    return inside if name not in names and inside in names else name
+    return f"{prefix}{dot}{INNER}{rest}"
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -7,10 +7,11 @@ from typing import Any
 
 from millrace.megatron.architectures import qwen2
 from millrace.megatron.architectures.shape import ModelShape
+from millrace.sequence_cost import text_entries
 
 
 def shape(config: Mapping[str, Any]) -> ModelShape:
-    text = {**config, **(config.get("text_config") or {})}
+    text = text_entries(config)
     text["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
     decoder = qwen2.shape(text, theta=1e6)
     names = replace(decoder.names, module="model.language_model.", untrained=(r"^(model\.)?visual\.",))

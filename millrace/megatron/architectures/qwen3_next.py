@@ -10,6 +10,7 @@ from typing import Any
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures.reading import THETA, partial_rope, recurrence, refuse_unless, sizes
 from millrace.megatron.architectures.shape import ExpertShape, ModelShape, Names
+from millrace.sequence_cost import text_entries
 
 NAMES = Names(
     shared_gate="mlp.shared_expert.gate_proj.weight",
@@ -22,7 +23,7 @@ WITH_EXPERTS = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
 
 
 def shape(config: Mapping[str, Any]) -> ModelShape:
-    text = {**config, **(config.get("text_config") or {})}
+    text = text_entries(config)
     if TIED in config:
         refuse_unless(text, TIED, config[TIED])
     refuse_unless(text, "attention_bias", False)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from millrace.engines import ENGINES, FIELD, reserved_option, unbuilt_option
 from millrace.errors import InvalidJob, Mistake, refused
-from millrace.sequence_cost import recurrence_by_layer
+from millrace.sequence_cost import recurrence_by_layer, text_entries
 from millrace.spec import JobSpec
 from millrace.spec.pool import PoolTask
 from millrace.validation.names import closest
@@ -76,8 +76,7 @@ def has_latents(model: str) -> bool:
 
 def is_recurrent(model: str) -> bool:
     """Whether a model folder, or the text part of one, has layers of linear attention (Qwen3-Next, Qwen3.5)."""
-    config = read_config(model)
-    return any(recurrence_by_layer({**config, **(config.get("text_config") or {})}))
+    return any(recurrence_by_layer(read_text_config(model)))
 
 
 def refuse_recurrent(model: str, engine: str, shown: Collection[str] = ()) -> None:
@@ -94,6 +93,11 @@ def read_config(model: str) -> dict[str, Any]:
     path = Path(model) / "config.json"
     config: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return config
+
+
+def read_text_config(model: str) -> dict[str, Any]:
+    """The same, with the entries of its text part in their place."""
+    return text_entries(read_config(model))
 
 
 def check_tied_head(model: PoolModel) -> None:

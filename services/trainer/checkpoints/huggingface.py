@@ -19,6 +19,7 @@ from millrace.checkpoints.source import DESCRIPTION
 from millrace.data.quantization import unquantized
 from millrace.errors import InvalidState
 from millrace.hub import HubName
+from millrace.sequence_cost import text_entries
 from millrace.weights.folder_tensors import predicts_ahead, stored_name
 from millrace.weights.plans.manifest import TensorInfo
 from services.trainer.checkpoints.model_files import WEIGHT, ModelFiles, readable
@@ -159,8 +160,7 @@ def untrained(model: Path, given: Collection[str], weights: Path | None = None) 
 
 def layer_count(model: Path) -> int | None:
     """Number of the language model's layers, by the config of its folder."""
-    config = json.loads((model / "config.json").read_text())
-    layers: int | None = {**config, **(config.get("text_config") or {})}.get("num_hidden_layers")
+    layers: int | None = text_entries(json.loads((model / "config.json").read_text())).get("num_hidden_layers")
     return layers
 
 

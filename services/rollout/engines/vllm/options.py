@@ -18,6 +18,7 @@ from services.rollout.engines.options import (
     check_names,
     has_latents,
     read_config,
+    read_text_config,
     refuse_recurrent,
 )
 from services.rollout.engines.vllm.cpu_weights import experts_kernel
@@ -106,9 +107,8 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: 
 
 def _refuse_unequal(spec: JobSpec, *, on_cpu: bool) -> None:
     """Raises InvalidJob for a model that vLLM computes otherwise than the trainer does."""
-    config = read_config(spec.model.path)
     longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
-    if reason := unequal({**config, **(config.get("text_config") or {})}, longest, on_cpu=on_cpu):
+    if reason := unequal(read_text_config(spec.model.path), longest, on_cpu=on_cpu):
         fix = "start replicas with the transformers engine, or choose another model."
         raise refused("model.path", spec.model.path, reason, fix)
 
@@ -118,8 +118,7 @@ def _refuse_head_size(model: str) -> None:
     first request."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    config = read_config(model)
-    text = {**config, **(config.get("text_config") or {})}
+    text = read_text_config(model)
     heads = text.get("num_attention_heads")
     if not heads or has_latents(model):
         return

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from millrace.errors import PublicationFailed
-from millrace.weights.folder_tensors import INNER
+from millrace.weights.folder_tensors import inside
 from millrace.weights.plans.manifest import Content, Manifest
 
 
@@ -123,10 +123,9 @@ def loader_name(name: str, model: Any) -> str:
     """The name that vLLM's loader of the model takes for the tensor that is trained and published as `name`. A model
     with a tower beside its language model may know the language model's tensors only as the model folder names them."""
     known = getattr(getattr(model, "hf_to_vllm_mapper", None), "orig_to_new_prefix", None) or {}
-    inside = f"{OUTER}{INNER}"
-    if inside not in known or OUTER in known or not name.startswith(OUTER) or name.startswith(inside):
+    if inside(OUTER) not in known or OUTER in known or not name.startswith(OUTER) or name.startswith(inside(OUTER)):
         return name
-    return inside + name.removeprefix(OUTER)
+    return inside(name)
 
 
 class EngineModel:

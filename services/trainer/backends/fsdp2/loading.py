@@ -23,7 +23,7 @@ from millrace.checkpoints.source import checkpoint_folder
 from millrace.data import quantization
 from millrace.errors import InvalidJob
 from millrace.spec.model import Model
-from millrace.weights.folder_tensors import Unread, other_values
+from millrace.weights.folder_tensors import Unread, inside, other_values
 from millrace.weights.loader.stored import stored_boxes, stored_tensors
 from millrace.weights.plans.views import ViewedBox
 from services.trainer.backends.fsdp2.adapted import BASE
@@ -255,7 +255,7 @@ def _name_in(files: ModelFiles, name: str, prefix: str) -> str | None:
     """The tensor's name in a folder that was written by this model, by the model with a head, by the one without, or by
     a model that has towers beside its language model."""
     inner = name.removeprefix(f"{prefix}.")
-    names = (name, f"{prefix}.{name}", inner, f"{prefix}.language_model.{inner}")
+    names = (name, f"{prefix}.{name}", inner, inside(f"{prefix}.{inner}"))
     return next((each for each in names if files.has(each)), None)
 
 
