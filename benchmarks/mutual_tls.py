@@ -24,7 +24,7 @@ from millrace.events import PublicationDone
 from millrace.local.options import StackOptions
 from millrace.local.ports import free_port
 from millrace.local.stack import Stack
-from millrace.rest import ENDED, JobState
+from millrace.rest import JobState
 from tests.certificates import Authority
 
 JOB_S = 900.0
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, default=Path("state/mutual-tls"))
     options = parser.parse_args()
     state = options.state.resolve()
-    job = prepared(state, 0, options.steps).model_dump(mode="json")
+    job = prepared(state, seed=0, steps=options.steps).model_dump(mode="json")
     job.pop("evaluation")
     files = Authority(state / "pki").member("member").variables()
     sides: list[tuple[bool, Mapping[str, str]]] = [(False, {}), (True, files)]
@@ -101,10 +101,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def _run(client: Client, job: dict[str, Any], output: str, tls: bool) -> Figures:
     view = client.submit(job | {"output": f"{output}-{time.time_ns()}"})
-    deadline = time.monotonic() + JOB_S
-    while (ended := client.job(view.id)).state not in ENDED:
-        assert time.monotonic() < deadline, f"{view.id} did not end within {JOB_S:g} s"
-        time.sleep(0.5)
+    ended = client.wait(view.id, JOB_S)
     assert ended.state is JobState.SUCCEEDED, (ended.state, ended.failure)
     rows = [row.values for row in client.metrics(view.id) if row.step > FIRST]
     done = [event.data for event in client.events(view.id, follow=False) if isinstance(event.data, PublicationDone)]

@@ -140,19 +140,6 @@ def overrides(work: Path, case: str, steps: int, gpus: int) -> list[str]:
         f"{role}.actor.ppo_max_token_len_per_gpu={TOKEN_BUDGET}",
         f"{role}.actor.use_kl_loss=False",
         f"{role}.actor.entropy_coeff=0",
-        f"{role}.rollout.name=vllm",
-        f"{role}.rollout.mode=async",
-        f"{role}.rollout.tensor_model_parallel_size=1",
-        f"{role}.rollout.n={ANSWERS}",
-        f"{role}.rollout.temperature=1.0",
-        f"{role}.rollout.max_num_seqs=512",
-        f"{role}.rollout.max_model_len={CONTEXT}",
-        f"{role}.rollout.max_num_batched_tokens=8192",
-        f"{role}.rollout.enable_chunked_prefill=True",
-        f"{role}.rollout.enforce_eager=False",
-        f"{role}.rollout.calculate_log_probs=True",
-        f"{role}.rollout.log_prob_use_dynamic_bsz=True",
-        f"{role}.rollout.log_prob_max_token_len_per_gpu={TOKEN_BUDGET}",
         f"reward.custom_reward_function.path={work}/reward.py",
         "reward.custom_reward_function.name=compute_score",
         "trainer.logger=[console]",
@@ -176,7 +163,30 @@ def overrides(work: Path, case: str, steps: int, gpus: int) -> list[str]:
         "+ray_kwargs.ray_init.object_store_memory=8000000000",
         f"+ray_kwargs.ray_init._temp_dir=/tmp/ray-{os.getpid()}",
     ]
-    return [*words, *backend_overrides(role, backend), *mode_overrides(role, separate, gpus - trainers)]
+    return [
+        *words,
+        *rollout_overrides(role),
+        *backend_overrides(role, backend),
+        *mode_overrides(role, separate, gpus - trainers),
+    ]
+
+
+def rollout_overrides(role: str) -> list[str]:
+    return [
+        f"{role}.rollout.name=vllm",
+        f"{role}.rollout.mode=async",
+        f"{role}.rollout.tensor_model_parallel_size=1",
+        f"{role}.rollout.n={ANSWERS}",
+        f"{role}.rollout.temperature=1.0",
+        f"{role}.rollout.max_num_seqs=512",
+        f"{role}.rollout.max_model_len={CONTEXT}",
+        f"{role}.rollout.max_num_batched_tokens=8192",
+        f"{role}.rollout.enable_chunked_prefill=True",
+        f"{role}.rollout.enforce_eager=False",
+        f"{role}.rollout.calculate_log_probs=True",
+        f"{role}.rollout.log_prob_use_dynamic_bsz=True",
+        f"{role}.rollout.log_prob_max_token_len_per_gpu={TOKEN_BUDGET}",
+    ]
 
 
 def backend_overrides(role: str, backend: str) -> list[str]:

@@ -43,6 +43,10 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
 }
+PythonOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="ENGINE=PATH", help="Interpreter of the replicas with an engine; as often as needed."),
+]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -54,10 +58,7 @@ def demo(
     replicas: Annotated[int, typer.Option(help="Rollout replicas.", min=1)] = 1,
     ranks: Annotated[int, typer.Option(help="Trainer ranks.", min=1)] = 1,
     engine: Annotated[str, typer.Option(help=f"{', '.join(ENGINE_NAMES)}; or several with commas.")] = "vllm",
-    python: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ENGINE=PATH", help="Interpreter of the replicas with an engine; as often as needed."),
-    ] = None,
+    python: PythonOption = None,
     backend: Annotated[str, typer.Option(help=f"Training backend: {' or '.join(BACKEND_NAMES)}.")] = "fsdp2",
     task: Annotated[str, typer.Option(help="reverse, hunt (turns with a tool), or look (pictures).")] = "reverse",
     size: Annotated[str, typer.Option(help="Of the model: small, or grown, for GPUs.")] = "small",
@@ -93,7 +94,7 @@ def demo(
     )
     chosen = _size(size)  # which imports torch: what is wrong with the options above is told before
     family = _family(model, chosen, task)
-    spec = prepared(state, seed, steps, backend, chosen, lora, task, family)
+    spec = prepared(state, seed, steps, backend=backend, size=chosen, lora=lora, task=task, family=family)
     made_s = time.monotonic() - begun
     print(
         f"starting coordinator, trainer and {replicas} {engine} replica(s); logs: {options.folder / 'logs'}", flush=True
@@ -115,6 +116,7 @@ def prepared(
     state: Path,
     seed: int,
     steps: int,
+    *,
     backend: str = "fsdp2",
     size: "Size" = "small",
     lora: int | None = None,
@@ -131,7 +133,7 @@ def prepared(
     warm_up = WarmUp(seed=seed, size=size, task=task, model=family, until=named.until)
     made_model(model_folder(state, seed, size, task, family), warm_up)
     data = write_task_data(named, state / _folder("data", seed, task=task), seed)
-    return job_spec(state, seed, steps, data, backend, size, lora, task, family)
+    return job_spec(state, seed, steps, data, backend=backend, size=size, lora=lora, task=task, family=family)
 
 
 def _writable(folder: Path) -> Path:
@@ -190,6 +192,7 @@ def job_spec(
     seed: int,
     steps: int,
     data: tuple[Path, Path],
+    *,
     backend: str = "fsdp2",
     size: "Size" = "small",
     lora: int | None = None,

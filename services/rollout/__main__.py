@@ -12,6 +12,16 @@ from millrace.wire.address import CoordinatorOption, HostOption, InsecureOption,
 from millrace.wire.membership import PartitionOption, work_in
 from services.rollout.nodes.place import NODE_LOST_S, LeaderOption, NodeLostOption, NodeRankOption, NodesOption
 
+SessionsPortOption = Annotated[
+    int,
+    typer.Option(
+        envvar="MILLRACE_SESSIONS_PORT",
+        min=0,
+        max=65_535,
+        help="Port of its HTTP endpoint, for sessions of agents or replies of a pool; 0: a free port, which "
+        "`millrace fleet` tells.",
+    ),
+]
 app = typer.Typer(pretty_exceptions_enable=False)
 
 
@@ -41,16 +51,7 @@ def main(
     leader: LeaderOption = "",
     node_lost_s: NodeLostOption = NODE_LOST_S,
     metrics_port: MetricsPortOption = 0,
-    sessions_port: Annotated[
-        int,
-        typer.Option(
-            envvar="MILLRACE_SESSIONS_PORT",
-            min=0,
-            max=65_535,
-            help="Port of its HTTP endpoint, for sessions of agents or replies of a pool; 0: a free port, which "
-            "`millrace fleet` tells.",
-        ),
-    ] = 0,
+    sessions_port: SessionsPortOption = 0,
     insecure: InsecureOption = False,
     version: VersionOption = False,
 ) -> None:

@@ -80,7 +80,7 @@ def test_the_job_is_a_valid_spec_and_takes_the_run_s_folders(tmp_path: Path) -> 
 
 def test_the_grown_model_has_a_job_of_its_own_for_the_rest_the_same(tmp_path: Path) -> None:
     data = (tmp_path / "t.parquet", tmp_path / "h.parquet")
-    small, grown = (job_spec(tmp_path, 4, 5, data, "megatron", size) for size in ("small", "grown"))
+    small, grown = (job_spec(tmp_path, 4, 5, data, backend="megatron", size=size) for size in ("small", "grown"))
     assert grown.model.path != small.model.path and grown.rollout.dtype == "bfloat16"
     assert grown.rollout.options_of("vllm")["max_model_len"] == small.rollout.options_of("vllm")["max_model_len"]
     assert grown.algorithm == small.algorithm and grown.evaluation == small.evaluation

@@ -79,14 +79,15 @@ class Partition:
     @property
     def trainer(self) -> Member | None:
         """The trainer that registered first. Other trainers wait until it is gone."""
-        trainers = (m for m in self._fleet.of_kind(MemberKind.TRAINER) if self.has(m) and not m.draining)
-        return next(trainers, None)
+        return next(iter(self._trainers()), None)
 
     @property
     def standbys(self) -> list[Member]:
         """The trainers that wait for the seat, those first that registered first."""
-        trainers = [m for m in self._fleet.of_kind(MemberKind.TRAINER) if self.has(m) and not m.draining]
-        return trainers[1:]
+        return self._trainers()[1:]
+
+    def _trainers(self) -> list[Member]:
+        return [m for m in self._fleet.of_kind(MemberKind.TRAINER) if self.has(m) and not m.draining]
 
     @property
     def replicas(self) -> list[Member]:
