@@ -448,6 +448,7 @@ export interface MemberTransfer {
   changed: number | string;
   code_s: number | string;
   snapshot_bytes: number;
+  idle_ratio: number | string | null;
 }
 
 export interface MemberView {
@@ -675,6 +676,7 @@ export interface TrainerConfigured {
   version: number;
   warnings: string[];
   whole_steps: string;
+  stood_by: boolean;
 }
 
 /** The trainer begins to load the model or a checkpoint. */
