@@ -1,7 +1,8 @@
 """Backup and restore of what the coordinators know: `python -m services.coordinator.backup save FILE`, `… load FILE`.
 
 A backup is taken while everything runs. It holds jobs, ledgers, metrics, events, users: everything but the members of
-the fleet, which register again. Models, data and checkpoints are files: copy them by other means to the same paths.
+the fleet, which register again. Models, data and checkpoints are files: copy them by other means to the same paths. The
+checkpoints of a job with `schedule.checkpoint_store` are fetched when it goes on.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from millrace.errors import InvalidState, MillraceError
 from millrace.local.folders import new_private_folder
 from services.coordinator.options import STATE, RedisOption, StateOption
 from services.coordinator.redis_server import RedisServer, locked
+from services.coordinator.stages.checkpoint_copies import Copies
 from services.coordinator.store import Store
 from services.coordinator.store.snapshot import Manifest, load, missing, read, save
 
@@ -55,17 +57,29 @@ def load_command(
 
     async def work(store: Store) -> None:
         manifest, entries = read(file)
-        if (lost := missing(manifest)) and not without_checkpoints:
-            places = ", ".join(f"{job.checkpoint} ({job.id})" for job in lost)
-            what = f"checkpoints that jobs continue from are missing on this host: {places}."
-            fix = "copy them to these paths; with --without-checkpoints other hosts have to have them."
-            raise InvalidState(what, fix)
+        if not without_checkpoints:
+            _check_checkpoints(manifest)
         await load(store, entries, replace=replace)
         taken = datetime.fromtimestamp(manifest.taken_s, UTC).isoformat(timespec="seconds")
         typer.echo(f"{file}: {manifest.keys} keys of {taken}.")
         _tell(manifest)
 
     _run(redis_url, state_dir.expanduser(), work, alone=True)
+
+
+def _check_checkpoints(manifest: Manifest) -> None:
+    """Raises InvalidState if a job's checkpoint is neither at its path nor completely in the job's object store, and
+    InvalidJob or CopyFailed if a store may not be used here or does not answer."""
+    lost = []
+    for job in missing(manifest):
+        there = job.checkpoint_store and Copies(job.checkpoint_store, job.id).is_complete(job.checkpoint_step)
+        if not there:
+            stored = f", no copy in {job.checkpoint_store}" if job.checkpoint_store else ""
+            lost.append(f"{job.checkpoint} ({job.id}{stored})")
+    if lost:
+        what = f"checkpoints that jobs continue from are missing on this host: {', '.join(lost)}."
+        fix = "copy them to these paths; with --without-checkpoints other hosts have to have them."
+        raise InvalidState(what, fix)
 
 
 def _tell(manifest: Manifest) -> None:

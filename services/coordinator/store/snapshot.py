@@ -46,6 +46,8 @@ class NeededJob:
     checkpoint: str
     """Folder; empty: it continues from the model."""
     checkpoint_step: int
+    checkpoint_store: str = ""
+    """URL of the object store that has copies of its checkpoints; empty: none."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,12 @@ async def _needed(store: Store) -> list[NeededJob]:
     for state in (*ACTIVE, JobState.QUEUED):
         for job_id in await store.index.in_state(state, MOST_JOBS):
             job = await store.jobs.get(job_id)
-            output = str(json.loads(job.spec_json)["output"])
+            spec = json.loads(job.spec_json)
+            output, url = str(spec["output"]), (spec.get("schedule") or {}).get("checkpoint_store") or ""
             kept = await store.records(job_id).checkpoints()
             step = max(kept, default=0)
             path = str(kept[step]["path"]) if kept else ""
-            jobs.append(NeededJob(job.id, job.name, job.state, job.step, output, path, step))
+            jobs.append(NeededJob(job.id, job.name, job.state, job.step, output, path, step, url))
     return jobs
 
 

@@ -5,19 +5,24 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from millrace.rest import JobState
+from millrace.validation.places import ALLOWED
 from services.coordinator.redis_server import RedisServer
+from services.coordinator.stages.checkpoint_copies import MANIFEST, Copies
 from services.coordinator.store import Store
 from services.coordinator.store.leadership import LEADER
 from tests.services.coordinator.cluster import around
 from tests.services.coordinator.conftest import running
-from tests.services.coordinator.redis import a_job, lead
+from tests.services.coordinator.redis import a_job, lead, with_store
+from tests.services.coordinator.stages.test_checkpoint_copies import a_checkpoint
 from tests.services.coordinator.test_recovery import trained_once
 
 pytestmark = pytest.mark.slow
@@ -83,6 +88,39 @@ def test_a_job_goes_on_elsewhere_from_a_backup_and_its_checkpoint(tmp_path: Path
                 await trained_once(cluster, job_id, trainer)
 
     asyncio.run(after())
+
+
+def test_a_checkpoint_may_be_in_the_jobs_object_store_instead(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is gone, as on another host: the coordinator fetches the copy, if that is complete."""
+    file, folder, url = tmp_path / "backup", a_checkpoint(tmp_path / "out"), f"file://{tmp_path}/store"
+    spec = {"output": str(tmp_path / "out"), "schedule": {"checkpoint_store": url}}
+    job = replace(a_job(), spec_json=json.dumps(spec))
+
+    async def filled(store: Store) -> None:
+        await lead(store)
+        await store.jobs.create(job)
+        await store.records(job.id).add_checkpoint(3, {"path": str(folder)})
+
+    with_store(redis_url, filled)
+    assert backup("save", file, "--redis-url", redis_url).returncode == 0
+    with_store(redis_url, lambda store: store.connection.do("FLUSHALL"))
+    load = ("load", file, "--redis-url", redis_url)
+    monkeypatch.setenv(ALLOWED, url)
+    copies = Copies(url, job.id)
+    copies.write(3, folder, threading.Event())
+    shutil.rmtree(folder)
+    (tmp_path / "store" / job.id / "step-3" / MANIFEST).rename(tmp_path / "kept")
+    refused = backup(*load)
+    assert refused.returncode == 1 and f"{folder} ({job.id}, no copy in {url})" in refused.stderr
+    (tmp_path / "kept").rename(tmp_path / "store" / job.id / "step-3" / MANIFEST)
+    monkeypatch.delenv(ALLOWED)
+    refused = backup(*load)
+    assert refused.returncode == 1 and f"have an operator name some in {ALLOWED}" in refused.stderr
+    monkeypatch.setenv(ALLOWED, url)
+    restored = backup(*load)
+    assert restored.returncode == 0 and f"continues from {folder}" in restored.stdout, restored.stderr
 
 
 def test_a_backup_is_exact_and_bad_ones_are_refused(redis_url: str, tmp_path: Path) -> None:
