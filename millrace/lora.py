@@ -46,6 +46,7 @@ CONVERTIBLE = ("pissa", "olora", "corda", "lora_ga")
 GIVE = f"give a folder that PEFT wrote: {CONFIG} and {WEIGHTS}, at the same path for every service."
 Shape = tuple[int, ...]
 TARGETS, EXCLUDED = "model.lora.target_modules", "model.lora.exclude_modules"
+FROZEN_TOWER = "the model's tower for images, which is frozen and has no adapter"
 RECURRENT = "GatedDeltaNet"
 """Ending of the class names of recurrent layers in transformers. The layers inside them have no adapter: engines fuse
 them in another way than folders store them, and an adapter on them was not shown to be the same in trainer and
@@ -221,22 +222,25 @@ class AskedAdapter:
         named: Collection[str] = (),
         others: Collection[str] = (),
         recurrent: Collection[str] = (),
+        tower: Collection[str] = (),
     ) -> list[str]:
         """The layers that get an adapter, in the order given: those in the folder, or by PEFT's rule those whose name,
         or an end of it after a dot, is a name in the job.
 
         `linear` are the layers that all-linear means, `named` further ones that may have an adapter, `others` those
-        that never have one, `recurrent` those of `linear` inside a recurrence, which have none either. Raises
-        InvalidJob for names that mean no layer, unless they are Megatron's (`absent` lists those), for names of
-        recurrent layers, and if no layer is left.
+        that never have one, `recurrent` those of `linear` inside a recurrence, which have none either; `tower` those
+        of a tower for images, which is frozen: a name that both it and the language model have means the latter's.
+        Raises InvalidJob for names that mean no layer, unless they are Megatron's (`absent` lists those), for names of
+        recurrent layers and of the tower's, and if no layer is left.
         """
         _check_none_recurrent(self.options, {end for name in recurrent for end in ends(name)})
         linear = [name for name in linear if name not in recurrent]
         every = [*linear, *named]
         if self.folder is not None:
-            return _stored(self.folder, every)
+            return _stored(self.folder, every, tower)
+        _check_none_of_tower(self.options, tower, every)
         asked, excluded = self.options.target_modules, self.options.exclude_modules
-        mistakes = list(_unknown(EXCLUDED, excluded, [*every, *others]))
+        mistakes = list(_unknown(EXCLUDED, excluded, [*every, *others, *tower]))
         if asked != "all-linear":
             mistakes += _unknown(TARGETS, asked, every)
         if mistakes:
@@ -264,6 +268,15 @@ def _check_none_recurrent(lora: Lora, recurrent_names: set[str]) -> None:
     if named := sorted(recurrent_names.intersection(asked)):
         reason = f"{', '.join(named)} is in a {RECURRENT}, which has no adapter"
         raise refused(TARGETS, asked, reason, "leave it out; layers of the full attention and the MLP can have one.")
+
+
+def _check_none_of_tower(lora: Lora, tower: Collection[str], layers: Collection[str]) -> None:
+    """Raises InvalidJob if the job names a layer that only the tower for images has, and none of `layers`."""
+    asked = [] if isinstance(lora.target_modules, str) else lora.target_modules
+    own = {end for layer in tower for end in ends(layer)} - {end for layer in layers for end in ends(layer)}
+    if named := sorted(own.intersection(asked)):
+        reason = f"{', '.join(named)} is in {FROZEN_TOWER}"
+        raise refused(TARGETS, asked, reason, "leave it out; linear layers of the language model can have one.")
 
 
 def absent(lora: Lora, layers: Collection[str]) -> Iterator[Mistake]:
@@ -306,8 +319,11 @@ def _last(layer: str) -> str:
     return layer.rpartition(".")[2]
 
 
-def _stored(folder: AdapterFolder, layers: Collection[str]) -> list[str]:
-    """The layers in the folder. Raises InvalidJob for one that the model has not."""
+def _stored(folder: AdapterFolder, layers: Collection[str], tower: Collection[str]) -> list[str]:
+    """The layers in the folder. Raises InvalidJob for one that the model has not, or that is of its tower."""
+    if of_tower := folder.layers.keys() & set(tower):
+        reason = f"its {min(of_tower)} is in {FROZEN_TOWER}"
+        raise refused(FIELD, str(folder.path), reason, "give an adapter of the language model's layers alone.")
     if unknown := folder.layers.keys() - set(layers):
         reason = f"its {min(unknown)} is no linear layer of this model with a weight of its own"
         raise refused(FIELD, str(folder.path), reason, "give an adapter of this model.")

@@ -101,6 +101,11 @@ def opened_model(folder: Path) -> Any:
     ).eval()
 
 
+def language_layers(model: Any) -> list[str]:
+    """Names of the linear layers of its language model, without the head."""
+    return [n for n, part in model.named_modules() if ".language_model." in n and isinstance(part, torch.nn.Linear)]
+
+
 def scores_alone(model: Any, folder: Path, tokens: list[int], files: tuple[bytes, ...], prompt: int) -> torch.Tensor:
     """Log-probability of each token after the first `prompt`, by one pass of transformers over the sequence alone,
     with its own processor and its own positions. `tokens` are those that the model sees."""

@@ -18,6 +18,14 @@ CAUSES = (OSError, ValueError, SyntaxError, EOFError, MemoryError)
 """What Pillow raises for a file that it cannot read."""
 
 
+def loader_of(config: Any) -> Any:
+    """transformers' loader of the model with this config: of the whole, if there is a tower for images beside the
+    language model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if config.model_type in MODELS else AutoModelForCausalLM
+
+
 def check_takes_images(folder: Path) -> None:
     """Raises InvalidJob if prompts for the model of this folder cannot have images. Reads its files only."""
     try:

@@ -45,9 +45,9 @@ class _Choice:
     def has_experts(self) -> bool:
         return any(EXPERTS in name.split(".") for name in self.targets or ())
 
-    def has(self, layer: str, *, of_expert: str | None = None) -> bool:
-        """Whether the layer of this whole name is among them; `of_expert`: which layer of a routed expert it is."""
-        ends = {layer.split(".", parts)[-1] for parts in range(layer.count(".") + 1)}
+    def has(self, *layer: str, of_expert: str | None = None) -> bool:
+        """Whether the layer of these whole names is among them; `of_expert`: which layer of a routed expert it is."""
+        ends = {name.split(".", parts)[-1] for name in layer for parts in range(name.count(".") + 1)}
         if of_expert is not None:
             ends |= {EXPERTS, _of_experts(of_expert)}
             if not any(EXPERTS in name.split(".") and name not in _FUSED for name in self.targets or ()):
@@ -143,7 +143,7 @@ def _adapted(shape: ModelShape, layer: int, choice: _Choice) -> Iterator[_Adapte
             continue  # such a layer has no adapter
         if name in FEED_FORWARD:
             whole = getattr(names, shared + FEED_FORWARD[name]).removesuffix(WEIGHT)
-        if choice.has(prefix + whole):
+        if choice.has(prefix + whole, names.in_module(prefix + whole)):
             yield _Adapted(name, matrix, 1, of_expert=False)
 
 

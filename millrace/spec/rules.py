@@ -100,7 +100,6 @@ def _images(spec: JobSpec) -> Iterator[Mistake]:
     given = {
         "rollout.environment": spec.rollout.environment,
         "rollout.agent": spec.rollout.agent,
-        "model.lora": spec.model.lora,
         "algorithm.critic": spec.algorithm.critic,
         "algorithm.distillation": spec.algorithm.distillation,
         "pools": spec.pools or None,

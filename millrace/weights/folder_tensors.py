@@ -29,8 +29,11 @@ INNER = "language_model."
 
 def stored_name(name: str, names: Container[str]) -> str:
     """The name, among `names` of a folder's tensors, of the tensor that is trained and published as `name`: the
-    language model may lie inside another one. A name that the folder has in neither form stays as it is."""
-    return inner if name not in names and (inner := inside(name)) in names else name
+    language model may lie inside another one, in the folder or in the trainer. A name that the folder has in no form
+    stays as it is."""
+    prefix, dot, rest = name.partition(".")
+    forms = (name, inside(name), f"{prefix}{dot}{rest.removeprefix(INNER)}")
+    return next((form for form in forms if form in names), name)
 
 
 def inside(name: str) -> str:

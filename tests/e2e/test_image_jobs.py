@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from millrace.cli import app
 from millrace.data.row import PromptRow, write_rows
+from millrace.lora import WEIGHTS
 from tests.e2e.conftest import adds_up, finished
-from tests.image_models import picture, save_image_model
+from tests.image_models import language_layers, opened_model, picture, save_image_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(600)]
 """test_image_prompts.py of vLLM and test_images.py of FSDP2 hold both to transformers, test_image_rows.py has the
@@ -41,10 +42,11 @@ def rows() -> list[PromptRow]:
     return [good[0], damaged, large, several, special, *good[1:]]
 
 
-def test_images_are_trained_and_bad_ones_cost_their_rows(start, job, tmp_path):
+@pytest.mark.parametrize("lora", [None, {"rank": 8, "alpha": 16}], ids=["whole", "adapter"])
+def test_images_are_trained_and_bad_ones_cost_their_rows(start, job, tmp_path, lora):
     folder = save_image_model(tmp_path / "model")
     write_rows(tmp_path / "images.parquet", rows())
-    job["model"]["path"] = str(folder)
+    job["model"] |= {"path": str(folder), "lora": lora}
     limits = {"max_per_prompt": 2, "max_pixels": 100_000}
     job["data"] = {
         "files": [str(tmp_path / "images.parquet")],
@@ -65,6 +67,9 @@ def test_images_are_trained_and_bad_ones_cost_their_rows(start, job, tmp_path):
     apart = [row["rollout_corr/k3_kl/same_version"] for row in metrics if "rollout_corr/k3_kl/same_version" in row]
     assert apart and max(apart) < CLOSE
 
+    if lora is not None:
+        layers = {name.rpartition(".lora_")[0] for name in load_file(f"{done.checkpoint}/adapter/{WEIGHTS}")}
+        assert layers == {f"base_model.model.{layer}" for layer in language_layers(opened_model(folder))}
     told = CliRunner().invoke(app, ["export", done.checkpoint, str(tmp_path / "exported")])
     assert told.exit_code == 0, told.output
     before, after = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "exported"))

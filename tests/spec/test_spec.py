@@ -335,8 +335,9 @@ def test_several_functions_that_cannot_be_summed_are_refused(reward, told):
 def test_images_are_refused_with_what_was_not_shown_to_be_right_with_them():
     tree = with_("data.images", {})
     assert parse(tree).data.images.max_per_prompt == 4
+    adapted = parse({**tree, "model": {**tree["model"], "lora": {"rank": 8}}})
+    assert adapted.data.images is not None and adapted.model.publishes_adapter
     others = {
-        "model.lora": {"rank": 8},
         "algorithm.critic": {},
         "rollout.environment": {"name": "games:Hunt"},
         "trainer.backend": "megatron",

@@ -6,11 +6,13 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from millrace.data.pictures import loader_of
 from millrace.errors import InvalidJob, PublicationFailed, refused
 from millrace.lora import PREFIX, AskedAdapter, recurrent_layers
 from millrace.spec import JobSpec
 from millrace.spec.lora import folder_names, is_router
 from millrace.weights.plans.manifest import Manifest
+from services.rollout.weights.in_worker.model import TOWER
 
 FIELD = "model.lora.merge"
 FIX = "set model.lora.merge to true: replicas get whole weights then, with the adapter merged into them."
@@ -99,13 +101,13 @@ def check_placed(shape: AdapterShape, engine: str, unplaced: Collection[Collecti
 def _adapted_layers(spec: JobSpec, asked: AskedAdapter) -> dict[str, tuple[int, int]]:
     """The layers of the job's model that get an adapter: inputs and outputs. Raises InvalidJob."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     trust = spec.model.trust_remote_code
     try:
         config = AutoConfig.from_pretrained(spec.model.path, trust_remote_code=trust)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+            model: Any = loader_of(config).from_config(config, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
         raise not_served(f"transformers does not build the model in {spec.model.path}: {error}") from error
     modules = dict(model.named_modules())
@@ -115,10 +117,11 @@ def _adapted_layers(spec: JobSpec, asked: AskedAdapter) -> dict[str, tuple[int, 
         for name, part in modules.items()
         if type(part) is torch.nn.Linear and not is_router(name)
     }
+    tower = [name for name in linear if f".{TOWER}" in name]
     # Only the trainer knows the layers of the model folder, which exclude_modules may name too.
     others = folder_names(asked.options.exclude_modules)
-    without_head = [name for name in linear if name != head]
-    chosen = asked.choose(without_head, linear.keys() & {head}, others, recurrent_layers(modules))
+    without_head = [name for name in linear if name != head and name not in tower]
+    chosen = asked.choose(without_head, linear.keys() & {head}, others, recurrent_layers(modules), tower)
     if head in chosen:
         raise not_served(f"engines serve no adapter of the model's head, {head}")
     return {name: linear[name] for name in chosen}

@@ -86,7 +86,7 @@ class Exported:
 
     def _merged(self, settings: AdapterSettings) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the model, those of layers with an adapter merged with it. Linear layers have the same names
-        in the module, where the adapter was trained, and in the folder."""
+        in the module, where the adapter was trained, and in the folder; but see `names_in`."""
         stored, dtype = self.stored, getattr(torch, self.dtype)
         ending, layers = f".{LORA_A}.default.weight", huggingface.layer_count(self.folder)
         trained = [name.removeprefix(WEIGHTS) for name in stored.names if name.startswith(WEIGHTS)]

@@ -128,8 +128,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def names_in(model: Path, weights: Path | None = None) -> Callable[[str], str]:
-    """A function from the name of a trained tensor to its name in the folder `model`, where the language model may
-    lie inside another one. A name that the folder has in neither form stays as it is."""
+    """A function from the name of a trained tensor to its name in the folder `model`: see `stored_name`."""
     names: frozenset[str] = frozenset()
     if readable(model, weights):
         with ModelFiles(model, weights) as files:

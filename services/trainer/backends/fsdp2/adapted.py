@@ -1,7 +1,7 @@
 """A module with adapters, without PEFT: which layers get the adapter that a job asks for, which of the module's tensors
 are adapters, and its weights with the adapters added."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from millrace.lora import AskedAdapter, recurrent_layers
 from millrace.spec.lora import Lora, is_router
 from millrace.weights.loader.stored import pieces, stored_tensors
 from millrace.weights.plans.manifest import Content
+from services.trainer.backends.fsdp2.tower import tower_layers
 from services.trainer.protocol.adapter import (
     LORA_A,
     LORA_B,
@@ -93,12 +94,14 @@ def choose_layers(module: PreTrainedModel, lora: Lora) -> list[str]:
     own = [name for name in linear if name in heads and id(heads[name].weight) not in tied]
     others = [*stored_layers(module), *heads]
     without_heads = [name for name in linear if name not in heads]
-    return AskedAdapter.of(lora).choose(without_heads, own, others, recurrent_layers(modules))
+    recurrent, tower = recurrent_layers(modules), tower_layers(module)
+    return AskedAdapter.of(lora).choose(without_heads, own, others, recurrent, tower)
 
 
-def stored_layers(module: nn.Module) -> set[str]:
-    """Names of everything that has a weight in the model folder."""
-    return {piece.removesuffix(".weight") for _, stored in folder_shapes(module) for piece in stored}
+def stored_layers(module: nn.Module, without: Collection[str] = ()) -> set[str]:
+    """Names in the model folder of everything that has a weight there, except the module's layers `without`."""
+    kept = (stored for name, stored in folder_shapes(module) if name.removesuffix(".weight") not in without)
+    return {piece.removesuffix(".weight") for stored in kept for piece in stored}
 
 
 @contextmanager

@@ -9,13 +9,14 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from millrace.data.pictures import loader_of
 from millrace.spec.lora import Lora
 from millrace.spec.model import Model
 from services.trainer.backends.fsdp2.adapted import BASE, choose_layers, stored_layers
 from services.trainer.backends.fsdp2.loading import LocalPart, ModelFolder
 from services.trainer.backends.fsdp2.model import FIELD as MODEL_FIELD
 from services.trainer.backends.fsdp2.model import Sharding, build_unfilled, shard_model
-from services.trainer.backends.fsdp2.tower import loader_of
+from services.trainer.backends.fsdp2.tower import tower_layers
 from services.trainer.backends.lora import first_a, stored_values, target_names
 from services.trainer.protocol.adapter import LORA_A, MAGNITUDE, is_adapter, stored_name
 
@@ -27,7 +28,7 @@ def inject(module: PreTrainedModel, config: LoraConfig, lora: Lora) -> None:
     """Adds adapters, float32, to the layers that the job asks for, and freezes every other parameter. `config` gets the
     names of the layers as a PEFT folder stores them. Raises InvalidJob for names of layers that the model has not."""
     chosen = choose_layers(module, lora)
-    others = stored_layers(module) - set(chosen)
+    others = stored_layers(module, without=chosen) | set(tower_layers(module))
     # PEFT takes the names of dense layers for those of fused experts in models whose `config` says that they have
     # experts. It sees a module without a config, and whole names.
     plain = nn.Module()

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from transformers import AutoConfig, PreTrainedModel
 
 from millrace.data import quantization
+from millrace.data.pictures import loader_of
 from millrace.errors import InvalidJob
 from millrace.spec.model import Model
 from services.trainer.backends.fsdp2 import recurrent
@@ -20,7 +21,7 @@ from services.trainer.backends.fsdp2.computable import check_computable, named
 from services.trainer.backends.fsdp2.loading import FIX, ModelFolder
 from services.trainer.backends.fsdp2.noise import set_noise
 from services.trainer.backends.fsdp2.sequence_parallel import SequenceGroup
-from services.trainer.backends.fsdp2.tower import loader_of, without_tower
+from services.trainer.backends.fsdp2.tower import without_tower
 from services.trainer.ranks import collectives
 
 FIELD = "model.path"

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from transformers import AutoModel, PreTrainedModel
 
 from millrace.backends.fsdp2 import parse
+from millrace.data.pictures import loader_of
 from millrace.errors import InvalidJob, Mistake
 from millrace.spec import JobSpec
 from millrace.spec import parse as parse_spec
@@ -26,7 +27,7 @@ from services.trainer.backends.fsdp2.computable import check_computable, check_c
 from services.trainer.backends.fsdp2.loading import check_whole_folder
 from services.trainer.backends.fsdp2.model import FIELD, load_config
 from services.trainer.backends.fsdp2.proof.implementations import FLASH
-from services.trainer.backends.fsdp2.tower import loader_of, without_tower
+from services.trainer.backends.fsdp2.tower import without_tower
 from services.trainer.checkpoints.model_files import CRITIC_FIELD, ModelFiles, readable, stored_head
 
 NAMES = {

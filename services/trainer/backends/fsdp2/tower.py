@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from millrace.data.pictures import MODELS, Pictures
 from millrace.errors import InvalidState
@@ -31,22 +31,27 @@ IMAGES = "image_features"
 """Keyword of the language model's forward pass."""
 
 
-def loader_of(config: Any) -> Any:
-    """transformers' loader of the language model with this config."""
-    return AutoModelForImageTextToText if config.model_type in MODELS else AutoModelForCausalLM
-
-
 def without_tower(module: PreTrainedModel) -> PreTrainedModel:
     """The module without its tower for images, if it has one. Its language model takes the keyword of `Tower.inputs`,
     and a folder's tensors of the tower are not missed in it."""
     inner: Any = module.base_model
     if module.config.model_type not in MODELS or not hasattr(inner, NAME):
         return module
+    inner.tower_layers = [name for name, part in module.named_modules() if type(part) is nn.Linear and _of_tower(name)]
     delattr(inner, NAME)
     ignored = {rf"^(model\.)?{NAME}\."} | set(module._keys_to_ignore_on_load_unexpected or ())
     module._keys_to_ignore_on_load_unexpected = ignored
     inner.language_model.register_forward_pre_hook(_put, with_kwargs=True)
     return module
+
+
+def tower_layers(module: PreTrainedModel) -> list[str]:
+    """The linear layers of the tower that `without_tower` took from the module, by their names in the whole model."""
+    return list(getattr(module.base_model, "tower_layers", ()))
+
+
+def _of_tower(name: str) -> bool:
+    return name.startswith(PREFIXES)
 
 
 def _put(module: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -6,14 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig
 
 from millrace.checkpoints.index import Located, Part
-from millrace.data.pictures import MODELS
+from millrace.data.pictures import loader_of
 from millrace.weights.loader.stored import stored_boxes, stored_tensors
 from services.trainer.checkpoints.foreign.writing import Form, Target
 
@@ -21,7 +20,7 @@ from services.trainer.checkpoints.foreign.writing import Form, Target
 def empty_module(folder: Path, trust: bool = False) -> nn.Module | None:
     """The model without memory for its parameters; None for a class that only Megatron trains."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
-    loader: Any = AutoModelForImageTextToText if config.model_type in MODELS else AutoModelForCausalLM
+    loader = loader_of(config)
     if type(config) not in loader._model_mapping and not trust:
         return None
     with torch.device("meta"):

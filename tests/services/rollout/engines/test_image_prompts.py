@@ -12,14 +12,25 @@ import torch
 from millrace.data.pictures import Pictures
 from millrace.errors import BadRow, InvalidJob
 from millrace.weights.loader.stored import pieces, stored_tensors
+from millrace.weights.plans.manifest import Content
 from services.rollout.engine import Completion, Response, Sampling, ShownImages
 from services.rollout.engines.vllm import options as vllm_options
 from services.rollout.replica import check_images
-from tests.image_models import END, PAD, START, opened_model, picture, save_image_model, scores_alone
+from tests.adapters import published, with_adapter
+from tests.image_models import (
+    END,
+    PAD,
+    START,
+    language_layers,
+    opened_model,
+    picture,
+    save_image_model,
+    scores_alone,
+)
 from tests.sender import Sender
 from tests.services.rollout.conftest import Run
 from tests.services.rollout.engines.test_hybrid import publish_shards, receive, started
-from tests.services.rollout.jobs import job_spec
+from tests.services.rollout.jobs import adapter_job, job_spec
 
 pytestmark = pytest.mark.slow
 IMAGE = [START, PAD, END]
@@ -117,6 +128,41 @@ def test_tokens_are_of_the_images_and_of_their_version(policy: str, run: Run, tm
         with pytest.raises(BadRow, match="vLLM makes"):
             wrong = Response(images=ShownImages(asked.images[0], PROMPTS[0][0]))
             await engine.generate([*asked.prompts[0], PAD], Sampling(3), wrong)
+
+    started(run, spec, scenario)
+
+
+@pytest.mark.parametrize("policy", ["recompute", pytest.param("keep", marks=pytest.mark.matrix)])
+def test_tokens_are_of_the_images_and_of_their_adapter(policy: str, run: Run, tmp_path: Path) -> None:
+    """What the engine keeps of images stays valid: the tower is frozen. Keys and values of images do not."""
+    folder = save_image_model(tmp_path / "0")
+    base = opened_model(folder)
+    layers = language_layers(base)
+    adapted = [with_adapter(base, seed=seed, rank=5, alpha=16.0, targets=layers) for seed in range(2)]
+    models = [base, *adapted]
+    asked = Asked(folder)
+    images = {"images": {"max_per_prompt": 3}, "max_prompt_tokens": 400}
+    spec = adapter_job(folder, "vllm", rank=5, data=images)
+
+    async def scenario(engine: Any) -> None:
+        await publish_shards(engine, language_model(base), 1, content=Content.BASE)
+        await publish_shards(engine, published(adapted[0]), 2, content=Content.ADAPTER)
+        for _ in range(2):  # the second time prompts are cached
+            check(asked, folder, await asked.answers(engine, 20), models)
+        going = [asyncio.create_task(asked.answer(engine, row, 150)) for row in range(len(PROMPTS))]
+        async with asyncio.timeout(120):
+            while engine.load().running < len(going):  # noqa: ASYNC110 - the engine tells nobody
+                await asyncio.sleep(0.01)
+        tensors = published(adapted[1])
+        sender = Sender(tensors, version=3, content=Content.ADAPTER, receivers=engine.world_size)
+        await receive(engine, sender, policy)
+        crossing = [await each for each in going]
+        assert any(len(answer.versions) == 2 for answer in crossing)
+        if policy == "recompute":
+            check(asked, folder, crossing, models)
+        for _ in range(2):
+            check(asked, folder, await asked.answers(engine, 20), models)
+        check(asked, folder, await asked.continued(engine), models)
 
     started(run, spec, scenario)
 

@@ -8,22 +8,38 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from millrace.data.pictures import Pictures
 from millrace.errors import InvalidJob, InvalidState
+from millrace.memory.adapters import adapter_parameters
 from millrace.memory.fsdp2 import Fsdp2Memory
 from millrace.memory.ledger import Part, Phase
 from millrace.memory.prediction import predict, predict_replica
 from millrace.memory.shape import decoder_shape
 from millrace.towers import MOST_KEPT
+from millrace.weights.plans.manifest import Content
+from services.rollout.engines.adapter import adapter_shape
 from services.trainer.backends import build
 from services.trainer.backends.fsdp2 import model_check
+from services.trainer.checkpoints.exported import write as write_export
 from services.trainer.protocol.microbatch import MicroBatch, Sample
+from tests.adapters import published, with_adapter
 from tests.forked import CONTEXT
-from tests.image_models import END, PAD, START, opened_model, picture, save_image_model, scores_alone
+from tests.image_models import (
+    END,
+    PAD,
+    START,
+    language_layers,
+    opened_model,
+    picture,
+    save_image_model,
+    scores_alone,
+)
 from tests.services.trainer.backends.fsdp2.test_recurrent import check_gradients, one_pass
+from tests.services.trainer.checkpoints.saved import save, write_adapter
 from tests.services.trainer.groups import job_spec
 
 CLOSE = 1e-4
@@ -58,9 +74,8 @@ def drawn(folder: Path) -> list[Sample]:
     return made
 
 
-def alone(folder: Path, samples: list[Sample]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    model = opened_model(folder)
-    found = []
+def alone(folder: Path, samples: list[Sample], model: Any = None) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    model, found = model or opened_model(folder), []
     for sample in samples:
         tokens = [*sample.prompt.tolist(), *sample.response.tolist()]
         if sample.label == "sample 1":
@@ -163,30 +178,130 @@ def test_what_an_image_needs_in_the_tower_is_predicted(folder: Path) -> None:
     assert not of_text.seeing().device and Part.ACTIVATIONS not in of_text.at_rest().device
 
 
+def with_language_adapter(folder: Path, seed: int, targets: list[str] | None = None) -> Any:
+    """The model in PEFT with an adapter on the language model's linear layers, or on `targets`."""
+    base = opened_model(folder)
+    return with_adapter(base, seed=seed, rank=3, alpha=6.0, targets=targets or language_layers(base))
+
+
+def test_an_adapter_is_trained_as_peft_does(one_rank: torch.device, folder: Path, tmp_path: Path) -> None:
+    """From the same first adapter, in packed rows. PEFT reads what is saved; merged weights compute the same."""
+    samples = drawn(folder)
+    batch = MicroBatch.pack(samples, range(len(samples)))
+    spec = job_spec(folder, model={"lora": {"rank": 4, "alpha": 8}}, data=DATA, trainer=TRAINER)
+    backend: Any = build(spec, one_rank)
+    write_adapter(tmp_path / "start", backend.adapter, folder)
+    model = PeftModel.from_pretrained(opened_model(folder), tmp_path / "start", is_trainable=True).get_base_model()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
+    for _ in range(3):
+        one_pass(backend, batch)
+        backend.optimizer_step(lr=1e-2, gradient_scale=1.0)
+        alone(folder, samples, model)
+        optimizer.step()
+        optimizer.zero_grad()
+    (found,) = backend.logprobs([batch], temperature=1.0)
+    expected = torch.cat(alone(folder, samples, model)[0])
+    torch.testing.assert_close(found, expected, atol=CLOSE, rtol=0)
+    assert float((expected - torch.cat(alone(folder, samples)[0])).abs().max()) > 100 * CLOSE
+
+    write_adapter(tmp_path / "saved", backend.adapter, folder)
+    again = PeftModel.from_pretrained(opened_model(folder), tmp_path / "saved", is_trainable=True)
+    read = {name for name, _ in again.named_modules() if name.endswith("lora_A")}
+    assert read == {f"base_model.model.{layer}.lora_A" for layer in language_layers(opened_model(folder))}
+    torch.testing.assert_close(torch.cat(alone(folder, samples, again.get_base_model())[0]), found, atol=CLOSE, rtol=0)
+    merged = opened_model(folder)
+    unknown = merged.load_state_dict({info.name: t for info, t in backend.export("float32")}, strict=False)
+    assert not unknown.unexpected_keys and all(".visual." in name for name in unknown.missing_keys)
+    save(tmp_path / "checkpoint", backend, 3, folder)
+    write_export(tmp_path / "checkpoint", tmp_path / "exported")
+    before, after = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "exported"))
+    assert before.keys() == after.keys()
+    for whole in (merged, opened_model(tmp_path / "exported")):
+        torch.testing.assert_close(torch.cat(alone(folder, samples, whole)[0]), found, atol=CLOSE, rtol=0)
+
+
+def test_the_adapter_of_a_folder_is_published_as_the_engine_awaits_it(
+    one_rank: torch.device, folder: Path, tmp_path: Path
+) -> None:
+    adapted = with_language_adapter(folder, 1)
+    adapted.save_pretrained(tmp_path)
+    spec = job_spec(folder, model={"lora": {"adapter_path": str(tmp_path)}}, data=DATA, trainer=TRAINER)
+    backend: Any = build(spec, one_rank)
+    sent = {info.name: tensor for info, tensor in backend.adapter.parts[Content.ADAPTER].export("float32")}
+    expected = published(adapted)
+    assert sent.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(sent[name], tensor, atol=1e-6, rtol=1e-6)
+    shape = adapter_shape(spec)
+    assert shape is not None and spec.model.lora is not None
+    assert adapter_parameters(decoder_shape(folder), spec.model.lora) == backend.parameters
+    shape.check(backend.adapter.parts[Content.ADAPTER].manifest("float32"), "float32")
+    base = {info.name for info, _ in backend.adapter.parts[Content.BASE].export("float32")}
+    assert base == {info.name for info, _ in build(job_spec(folder), one_rank).export("float32")}
+
+
+@pytest.mark.parametrize("lora", [{}, {"target_modules": ["q_proj", "mlp.down_proj"], "exclude_modules": ["qkv"]}])
+def test_trainer_engine_and_ledger_mean_the_language_model_s_layers(
+    one_rank: torch.device, folder: Path, lora: dict[str, Any]
+) -> None:
+    """A name that the tower has too, as `mlp.down_proj`, means no layer of it."""
+    spec = job_spec(folder, model={"lora": {**lora, "rank": 4}}, data=DATA, trainer=TRAINER)
+    backend: Any = build(spec, one_rank)
+    model_check.check(spec)
+    named = {name.partition(".lora_")[0].removeprefix("base_model.model.") for name, _ in backend.adapter.export()}
+    ends = ("proj",) if not lora else ("q_proj", "mlp.down_proj")
+    assert named == {name for name in language_layers(opened_model(folder)) if name.endswith(ends)}
+    served = adapter_shape(spec)
+    assert served is not None and {layer.name for layer in served.layers} == named
+    assert spec.model.lora is not None
+    assert adapter_parameters(decoder_shape(folder), spec.model.lora) == backend.parameters
+    held = {part: sum(each.nbytes for each in tensors) for part, tensors in backend.held().items()}
+    found = predict(spec, decoder_shape(folder), 1)[Phase.UPDATE].device
+    assert found[Part.WEIGHTS] == pytest.approx(held[Part.WEIGHTS], rel=0.02)
+
+
+def test_layers_of_the_tower_are_refused_by_name(one_rank: torch.device, folder: Path, tmp_path: Path) -> None:
+    def refused(lora: dict[str, Any], message: str, *more: Any) -> None:
+        spec = job_spec(folder, model={"lora": lora}, data=DATA, trainer=TRAINER)
+        for check in (model_check.check, lambda spec: build(spec, one_rank), *more):
+            with pytest.raises(InvalidJob, match=message):
+                check(spec)
+
+    frozen = "in the model's tower for images, which is frozen and has no adapter"
+    refused({"target_modules": ["q_proj", "attn.qkv"]}, f"target_modules: .*: attn.qkv is {frozen}", adapter_shape)
+    with_language_adapter(folder, 1, ["q_proj", "qkv"]).save_pretrained(tmp_path)
+    refused({"adapter_path": str(tmp_path)}, rf"adapter_path: .*: its model.visual.blocks.0.attn.qkv is {frozen}")
+
+
 def on_rank(rank: int, place: Path, model: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo", store=dist.FileStore(str(place / "store"), 2), rank=rank, world_size=2)
-    backend = build(job_spec(model, data=DATA, trainer=TRAINER), torch.device("cpu"))
     mine = [2] if rank else [0, 1, 3]  # the second rank has no image
-    logprobs, gradients = one_pass(backend, MicroBatch.pack(drawn(model), mine))
-    save_file({**gradients, "logprobs": logprobs}, place / f"{rank}.safetensors")
+    for name, lora in (("whole", None), ("adapter", {"adapter_path": str(place / "peft")})):
+        backend = build(job_spec(model, model={"lora": lora}, data=DATA, trainer=TRAINER), torch.device("cpu"))
+        logprobs, gradients = one_pass(backend, MicroBatch.pack(drawn(model), mine))
+        save_file({**gradients, "logprobs": logprobs}, place / f"{name} {rank}.safetensors")
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_a_rank_without_images_computes_with_one_that_has_some(folder: Path, tmp_path: Path) -> None:
+    adapted = with_language_adapter(folder, 1)
+    adapted.save_pretrained(tmp_path / "peft")
     ranks = [CONTEXT.Process(target=on_rank, args=(rank, tmp_path, folder)) for rank in range(2)]
     for process in ranks:
         process.start()
-    expected, gradients = alone(folder, drawn(folder))
+    oracles = {"whole": alone(folder, drawn(folder)), "adapter": alone(folder, drawn(folder), adapted.get_base_model())}
     for process in ranks:
         process.join(120)
     assert [process.exitcode for process in ranks] == [0, 0]
-    for rank, mine in enumerate(([0, 1, 3], [2])):
-        found = load_file(tmp_path / f"{rank}.safetensors")
-        of_rank = torch.cat([expected[row] for row in mine])
-        torch.testing.assert_close(found.pop("logprobs"), of_rank, atol=CLOSE, rtol=0)
-        check_gradients(found, gradients)
+    for name, (expected, gradients) in oracles.items():
+        for rank, mine in enumerate(([0, 1, 3], [2])):
+            found = load_file(tmp_path / f"{name} {rank}.safetensors")
+            of_rank = torch.cat([expected[row] for row in mine])
+            torch.testing.assert_close(found.pop("logprobs"), of_rank, atol=CLOSE, rtol=0)
+            check_gradients(found, gradients)
 
 
 def test_images_that_need_more_places_are_refused(one_rank: torch.device, folder: Path) -> None:
