@@ -233,7 +233,7 @@ class Hall:
     def run(self, seconds: float) -> Result:
         """The day, or the first part of it."""
         self.simulation.every(LOOK_S, self.look)
-        steps = self.simulation.run_until(seconds)
+        steps = self.simulation.run(seconds=seconds)
         ledger, looks = self.simulation.ledger(), len(self.seen)
         wanted = [decision.wanted for _, decision in self.decisions]
         ways = np.sign(np.diff([self.fixed or self.day.lowest, *wanted]))

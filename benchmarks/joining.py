@@ -28,7 +28,7 @@ from benchmarks.shapes import config_of
 from millrace.bench.layouts import manifest
 from millrace.client import Client
 from millrace.demo.run import ENVIRONMENT
-from millrace.demo.tasks import write_data
+from millrace.demo.tasks import TASKS, write_task_data
 from millrace.demo.tokenizer import byte_tokenizer
 from millrace.engines import ENGINE_NAMES
 from millrace.events import PublicationDone
@@ -110,7 +110,7 @@ def make_model(folder: Path, shape: str) -> None:
 
 def job(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     (folder / "reward.py").write_text(REWARD)
-    train, _ = write_data(folder / "data", seed=0)
+    train, _ = write_task_data(TASKS["reverse"], folder / "data", seed=0)
     return {
         "name": f"joining {options.shape}",
         "output": str(folder / "output"),

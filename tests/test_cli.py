@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from millrace import __version__
 from millrace.cli import app
 from millrace.client import Client
-from millrace.demo.tasks import write_data
+from millrace.demo.tasks import TASKS, write_task_data
 from millrace.errors import InvalidJob, InvalidState, NotFound
 from millrace.local import child_processes
 from millrace.spec import load
@@ -57,7 +57,7 @@ def client(url: str) -> Iterator[Client]:
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("job")
-    train, held_out = write_data(folder, seed=0, train=8, held_out=4)
+    train, held_out = write_task_data(TASKS["reverse"], folder, seed=0, train=8, held_out=4)
     return {
         "name": "words",
         "output": str(folder / "output"),

@@ -103,10 +103,10 @@ def _train(missing: list[Run], comparison: Comparison, results: Results, state: 
 
 def _prepared(state: Path, seed: int) -> tuple[Path, Path]:
     from millrace.demo.model import WarmUp, made_model
-    from millrace.demo.tasks import write_data
+    from millrace.demo.tasks import TASKS, write_task_data
 
     made_model(model_folder(state, seed), WarmUp(seed=seed))
-    return write_data(state / f"data-{seed}", seed)
+    return write_task_data(TASKS["reverse"], state / f"data-{seed}", seed)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ from rich.table import Table
 from millrace.bench.layouts import manifest
 from millrace.bench.values import fill
 from millrace.megatron.architectures.published import SHAPES, shape_of
-from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.sharded import plan
@@ -44,6 +43,7 @@ from millrace.weights.transfer.delta.exchange import ReceivingDeltas, SendingDel
 from millrace.weights.transfer.pipeline import ReceivePipeline, SendPipeline
 from millrace.weights.transfer.store import serve_store
 from tests.hosts.network import DEVICE, Host, Network
+from tests.layouts import whole_layout
 
 LIMIT_S = 300.0
 SO_MAX_PACING_RATE = 47

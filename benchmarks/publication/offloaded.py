@@ -42,7 +42,6 @@ from millrace.megatron.architectures.published import SHAPES, shape_of
 from millrace.spec import parse
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts
-from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.gloo import GlooChannel
@@ -53,6 +52,7 @@ from millrace.weights.transfer.session import PublicationSession
 from services.trainer.backends import build
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.world import World
+from tests.layouts import whole_layout
 
 LIMIT_S = 120.0
 MIB = 1 << 20

@@ -16,7 +16,6 @@ from millrace.bench.values import fill
 from millrace.contracts.v1 import weights_pb2
 from millrace.megatron.architectures.published import shape_of
 from millrace.weights.plans import wire_layouts
-from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Content, Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.gloo import GlooChannel
@@ -24,6 +23,7 @@ from millrace.weights.transfer.channels.rendezvous import Rendezvous, nccl_id
 from millrace.weights.transfer.checksum import checksum
 from millrace.weights.transfer.pipeline import SendPipeline
 from millrace.weights.transfer.session import PublicationSession
+from tests.layouts import whole_layout
 
 MODEL, ADAPTER = "model", "adapter"
 """The parts that a rank sends."""

@@ -113,11 +113,6 @@ def answer(word: str) -> str:
     return word[::-1]
 
 
-def write_data(folder: Path, seed: int, train: int = TRAIN, held_out: int = HELD_OUT) -> tuple[Path, Path]:
-    """The data of `reverse`: see `write_task_data`."""
-    return write_task_data(Reverse(), folder, seed, train, held_out)
-
-
 class TreasureHunt(Task):
     """A case is `gc fab`: the places in their order, and the word. In wrong conversations the policy gives up, most
     often at once, and says the place where it would have looked."""

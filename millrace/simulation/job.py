@@ -80,20 +80,13 @@ class Simulation:
         """Counts the trainer's phases: events of another turn are void."""
         self._counts = Counts()
 
-    def run(self, steps: int) -> list[Step]:
-        """Simulates until this number of steps is published. Raises InvalidState."""
-        return self._run(lambda: len(self.steps) >= steps)
-
-    def run_until(self, time_s: float) -> list[Step]:
-        """Simulates this number of seconds. Raises InvalidState."""
-        return self._run(lambda: self.now >= time_s)
-
-    def _run(self, done: Callable[[], bool]) -> list[Step]:
+    def run(self, steps: float = math.inf, *, seconds: float = math.inf) -> list[Step]:
+        """Simulates until this number of steps is published or this time is over. Raises InvalidState."""
         for fault in self.setting.faults:
             self._at(fault.time_s, partial(self.strike, fault))
         self._issue()
         self._look()
-        while not done():
+        while len(self.steps) < steps and self.now < seconds:
             if not self._events:
                 what = f"the simulated job stops in step {len(self.steps) + 1}: nobody has anything left to do."
                 raise InvalidState(what, "let a replica join, or give the trainer and the replicas other faults.")

@@ -5,12 +5,12 @@ from PIL import Image
 
 from millrace.data import open_source
 from millrace.data.columns.layout import Reading
-from millrace.demo.tasks import COLOURS, SIDE, TASKS, write_data, write_task_data
+from millrace.demo.tasks import COLOURS, SIDE, TASKS, write_task_data
 from millrace.rewards import load
 
 
 def test_data_is_read_back_the_held_out_words_are_not_trained_and_answers_score(tmp_path: Path) -> None:
-    train, held_out = (list(open_source([path])) for path in write_data(tmp_path, seed=3, train=200, held_out=50))
+    train, held_out = (list(open_source([path])) for path in write_task_data(TASKS["reverse"], tmp_path, 3, 200, 50))
     assert (len(train), len(held_out)) == (200, 50)
     words = [row.prompt[0]["content"] for row in (*train, *held_out)]
     assert len(set(words)) == 250
@@ -37,5 +37,8 @@ def test_pictures_are_in_the_data_and_differ(tmp_path: Path) -> None:
 
 
 def test_the_seed_makes_the_data(tmp_path: Path) -> None:
-    one, same, other = (write_data(tmp_path / name, seed, 20, 5)[0] for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    one, same, other = (
+        write_task_data(TASKS["reverse"], tmp_path / name, seed, 20, 5)[0]
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
     assert one.read_bytes() == same.read_bytes() != other.read_bytes()

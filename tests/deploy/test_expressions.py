@@ -9,7 +9,7 @@ import yaml
 from prometheus_client import Counter, Histogram
 
 from millrace.telemetry.metrics.declaration import Owner
-from millrace.telemetry.metrics.prometheus.registry import PROMETHEUS_METRICS, PROMETHEUS_SECTIONS
+from millrace.telemetry.metrics.prometheus.registry import PROMETHEUS_SECTIONS
 from tests.deploy.expressions import (
     DEPLOY,
     OF_PROMETHEUS,
@@ -22,7 +22,7 @@ from tests.deploy.expressions import (
     without_data,
 )
 
-DECLARED = {metric.name: metric for metric in PROMETHEUS_METRICS}
+DECLARED = {metric.name: metric for section in PROMETHEUS_SECTIONS for metric in section.metrics}
 EXPRESSIONS = [pytest.param(*one, id=f"{number} {one[0]}") for number, one in enumerate(expressions())]
 
 

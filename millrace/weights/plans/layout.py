@@ -77,17 +77,6 @@ def most_dims(manifest: Manifest) -> int:
     return max([1, *(len(t.shape) for t in manifest.tensors)])
 
 
-def whole_layout(manifest: Manifest) -> Layout:
-    """The layout of a rank that has every tensor whole and contiguous, each in a separate buffer."""
-    return Layout.of(
-        (
-            Place(i, (0,) * len(t.shape), t.shape, i, 0, row_major_strides(t.shape))
-            for i, t in enumerate(manifest.tensors)
-        ),
-        manifest,
-    )
-
-
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a row-major tensor, in elements."""
     strides: list[int] = []

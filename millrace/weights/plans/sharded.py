@@ -89,10 +89,6 @@ class ShardedPlan:
         contents: Ints = self.hops[self.hops[:, 2] == target, 3]
         return contents
 
-    def packed_by(self, rank: int) -> Ints:
-        """Contents that a sender packs, each once; none for a receiver, which only passes contents on."""
-        return np.unique(self.hops[self.hops[:, 1] == rank, 3]) if rank < self.senders else np.zeros(0, np.int64)
-
     def pieces_in(self, content: int) -> slice:
         """The rows of `pieces` and `at` that belong to a content."""
         return slice(int(self.first[content]), int(self.first[content + 1]))

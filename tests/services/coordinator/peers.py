@@ -29,11 +29,12 @@ from millrace.ids import new_member_id
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.gather_broadcast import gather_broadcast
-from millrace.weights.plans.layout import most_dims, whole_layout
+from millrace.weights.plans.layout import most_dims
 from millrace.weights.plans.manifest import Content, Manifest, TensorInfo
 from millrace.wire.arrays import pack_floats, pack_logprobs, pack_tokens, unpack_logprobs
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.server import Server
+from tests.layouts import whole_layout
 
 MANIFEST = Manifest((TensorInfo("model.norm.weight", (8,), "float32"),))
 CHECKSUMS = [7]

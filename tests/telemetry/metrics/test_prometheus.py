@@ -8,15 +8,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from millrace.telemetry.metrics.catalogue import STRICT, UndeclaredMetric
 from millrace.telemetry.metrics.declaration import Owner, Unit
 from millrace.telemetry.metrics.prometheus import coordinator as names
-from millrace.telemetry.metrics.prometheus.registry import PROMETHEUS_METRICS, PROMETHEUS_SECTIONS, DeclaredRegistry
+from millrace.telemetry.metrics.prometheus.registry import PROMETHEUS_SECTIONS, DeclaredRegistry
 
 SUFFIXES = {Unit.SECONDS: "_seconds", Unit.BYTES: "_bytes", Unit.VERSIONS: ("_versions", "_version")}
 
 
 def test_names_are_unique_prefixed_and_end_in_their_unit() -> None:
-    names = [metric.name for metric in PROMETHEUS_METRICS]
+    metrics = [metric for section in PROMETHEUS_SECTIONS for metric in section.metrics]
+    names = [metric.name for metric in metrics]
     assert len(names) == len(set(names)) > 20
-    for metric in PROMETHEUS_METRICS:
+    for metric in metrics:
         assert re.fullmatch(r"(millrace|process)_[a-z_]+", metric.name)
         assert metric.name.endswith("_total") == (metric.kind is Counter)
         assert metric.name.removesuffix("_total").endswith(SUFFIXES.get(metric.unit, ""))

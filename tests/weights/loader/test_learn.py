@@ -10,10 +10,10 @@ import torch
 
 from millrace.errors import InvalidJob
 from millrace.weights.loader.learn import learn_layout
-from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.memory import Memory, pack, pieces_in_message, unpack
 from millrace.weights.plans.sharded import plan
+from tests.layouts import whole_layout
 
 HIDDEN, VOCABULARY, PADDED, EXPERTS, FFN = 6, 10, 16, 4, 8
 SHAPES = {

@@ -8,9 +8,10 @@ import pytest
 from millrace.contracts.v1 import weights_pb2
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.boxes import Boxes
-from millrace.weights.plans.layout import most_dims, whole_layout
+from millrace.weights.plans.layout import most_dims
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.sharded import ShardedPlan, plan
+from tests.layouts import whole_layout
 
 MANIFEST = Manifest(tuple(TensorInfo(f"t{i}", (64, 64), "bfloat16") for i in range(32)))
 WHOLE = whole_layout(MANIFEST).boxes

@@ -3,9 +3,10 @@
 import pytest
 
 from millrace.weights.plans.boxes import Boxes
-from millrace.weights.plans.layout import most_dims, whole_layout
+from millrace.weights.plans.layout import most_dims
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.plans.sharded import plan
+from tests.layouts import whole_layout
 
 SHAPES = [((64, 48), "bfloat16"), ((96,), "float32"), ((32, 16, 8), "bfloat16")]
 MANIFEST = Manifest(tuple(TensorInfo(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(SHAPES * 8)))

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from millrace.errors import PublicationFailed
 from millrace.weights.plans.boxes import Boxes, disjoint, distinct, overlaps
 from millrace.weights.plans.contents import UNEVEN
-from millrace.weights.plans.layout import Layout, Place, most_dims, row_major_strides, whole_layout
+from millrace.weights.plans.layout import Layout, Place, most_dims, row_major_strides
 from millrace.weights.plans.manifest import ITEM_BYTES, Manifest, TensorInfo
 from millrace.weights.plans.sharded import plan
 from millrace.weights.plans.wanted_pieces import ALIGNED
+from tests.layouts import whole_layout
 
 
 @st.composite

@@ -39,7 +39,6 @@ PROMETHEUS_SECTIONS = (
     PrometheusSection.of("A replica", replica, Owner.REPLICA),
     PrometheusSection.of("Sessions of agents", sessions, Owner.REPLICA),
 )
-PROMETHEUS_METRICS = tuple(metric for section in PROMETHEUS_SECTIONS for metric in section.metrics)
 _OWNERS: Mapping[str, tuple[Owner, ...]] = {
     metric.name.removesuffix("_total"): section.owners for section in PROMETHEUS_SECTIONS for metric in section.metrics
 }

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from millrace.weights.loader.stored import pieces, published_dtype, stored_boxes
 from millrace.weights.plans.layout import Layout, Place, row_major_strides
@@ -22,6 +21,7 @@ from services.trainer.backends.fsdp2.adapted import (
     local,
     model_tensors,
 )
+from services.trainer.backends.fsdp2.loading import LocalPart
 from services.trainer.protocol.adapter import LORA_B, AdapterSettings, Published, is_adapter, stored_name
 
 
@@ -119,24 +119,18 @@ def copied_shards(published: Manifest, tensors: Sequence[Tensor], device: torch.
     places: list[Place] = []
     buffers: list[Tensor] = []
     for number, (info, tensor) in enumerate(zip(published.tensors, tensors, strict=True)):
-        extents, offsets = _local_box(tensor)
-        places.append(Place(number, offsets, extents, number, 0, row_major_strides(extents)))
+        part = LocalPart.of(tensor)
+        extents = tuple(part.values.shape)
+        places.append(Place(number, part.offset, extents, number, 0, row_major_strides(extents)))
         buffers.append(torch.empty(extents, dtype=getattr(torch, info.dtype), device=device))
     return Memory(published, Layout.of(places, published), buffers)
 
 
-def _local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Extent and offset of this rank's part of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return tuple(tensor.shape), (0,) * tensor.dim()
-    extents, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(extents), tuple(offsets)
-
-
 def _places(tensor: Tensor, pieces: Mapping[int, tuple[ViewedBox, tuple[int, ...]]], buffer: int) -> Iterator[Place]:
     """The parts of each stored tensor that are in this rank's part of the parameter."""
-    extents, offsets = _local_box(tensor)
-    strides = tuple(local(tensor).stride()) or row_major_strides(extents)
+    part = LocalPart.of(tensor)
+    extents, offsets = tuple(part.values.shape), part.offset
+    strides = tuple(part.values.stride())
     for number, (piece, shape) in pieces.items():
         low = [max(a, b) for a, b in zip(piece.offset, offsets, strict=True)]
         high = [min(a + n, b + m) for a, n, b, m in zip(piece.offset, piece.extent, offsets, extents, strict=True)]

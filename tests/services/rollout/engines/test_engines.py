@@ -20,7 +20,6 @@ from millrace.contracts.v1 import weights_pb2
 from millrace.errors import InvalidJob, InvalidState, PublicationFailed
 from millrace.ids import Version
 from millrace.weights.plans.boxes import Boxes
-from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Content, Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.plans.wire_layouts import Planner, encode
@@ -45,6 +44,7 @@ from services.rollout.weights.engine_weights import CommitReport
 from services.rollout.weights.transfer_request import TransferRequest
 from services.rollout.weights.worker_methods import Received
 from tests.adapters import published, with_adapter
+from tests.layouts import packed_by, whole_layout
 from tests.models import byte_tokenizer, random_model
 from tests.sender import Sender, export
 from tests.services.rollout.conftest import Run
@@ -130,7 +130,7 @@ class Case:
         if not snapshots:
             plan = ShardSender(shards, wanted, **options).plan  # type: ignore[arg-type]
             for rank in range(plan.senders):
-                sizes = {content: int(plan.sizes[content]) for content in plan.packed_by(rank).tolist()}
+                sizes = {content: int(plan.sizes[content]) for content in packed_by(plan, rank).tolist()}
                 snapshots.append(Snapshot(plan.hash, sizes, torch.device("cpu")))
         return ShardSender(shards, wanted, snapshots=snapshots, base=base, **options)  # type: ignore[arg-type]
 

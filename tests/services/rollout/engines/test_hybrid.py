@@ -23,6 +23,7 @@ from services.rollout.engines import create
 from services.rollout.engines.adapter import adapter_shape
 from tests.adapters import published, with_adapter
 from tests.hybrid_models import KINDS, save_hybrid_model
+from tests.layouts import packed_by
 from tests.models import byte_tokenizer
 from tests.sender import Sender
 from tests.services.rollout.conftest import Run
@@ -255,7 +256,7 @@ async def across(
 async def snapshots_of(engine: Any, tensors: Mapping[str, torch.Tensor]) -> list[Snapshot]:
     shards = Shards(tensors)
     plan = ShardSender(shards, await engine.describe(shards.manifest), version=0).plan
-    sizes = [{content: int(plan.sizes[content]) for content in plan.packed_by(rank).tolist()} for rank in range(2)]
+    sizes = [{content: int(plan.sizes[content]) for content in packed_by(plan, rank).tolist()} for rank in range(2)]
     return [Snapshot(plan.hash, each, torch.device("cpu")) for each in sizes]
 
 

@@ -7,9 +7,9 @@ from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import Version
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.gather_broadcast import gather_broadcast
-from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from services.rollout.weights.transfer_request import ExpectedMessages, TransferRequest, expected
+from tests.layouts import whole_layout
 
 MANIFEST = Manifest((TensorInfo("a", (8, 8), "float32"), TensorInfo("b", (8,), "float32")))
 BROADCAST, SHARDED = weights_pb2.PATH_GATHER_BROADCAST, weights_pb2.PATH_SHARDED

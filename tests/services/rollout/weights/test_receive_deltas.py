@@ -13,6 +13,7 @@ from millrace.contracts.v1 import rollout_pb2, weights_pb2
 from millrace.errors import PublicationFailed
 from millrace.weights.plans import wire_layouts
 from millrace.weights.transfer.delta.exchange import Snapshot
+from tests.layouts import packed_by
 from tests.models import random_model
 from tests.sender import export
 from tests.services.rollout.coordinator import JOB, publish
@@ -51,7 +52,7 @@ class Deltas:
         options |= {"version": version, "job": JOB, "mode": self.mode, "attempt": attempt, "base": self.base}
         if not self.snapshots:
             plan, device = ShardSender(shards, wanted, **options).plan, torch.device("cpu")
-            packed = [{c: int(plan.sizes[c]) for c in plan.packed_by(rank).tolist()} for rank in range(plan.senders)]
+            packed = [{c: int(plan.sizes[c]) for c in packed_by(plan, rank).tolist()} for rank in range(plan.senders)]
             self.snapshots = [Snapshot(plan.hash, sizes, device) for sizes in packed]
         return Coming(self.stack, ShardSender(shards, wanted, snapshots=self.snapshots, **options))
 

@@ -10,12 +10,12 @@ from millrace.contracts.v1 import weights_pb2
 from millrace.errors import OutOfMemory, PublicationFailed
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts
-from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.pipeline import SendPipeline, SlotRing
 from services.trainer.ranks import collectives
 from services.trainer.service.worker import Worker
+from tests.layouts import whole_layout
 from tests.services.trainer.publication import shard_ranks
 from tests.services.trainer.publication.receiver import reference
 

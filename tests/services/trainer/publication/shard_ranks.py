@@ -17,7 +17,7 @@ from millrace.errors import PublicationFailed
 from millrace.ids import Version
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts
-from millrace.weights.plans.layout import Layout, Place, row_major_strides, whole_layout
+from millrace.weights.plans.layout import Layout, Place, row_major_strides
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.channel import Channel
@@ -28,6 +28,7 @@ from millrace.weights.transfer.session import PublicationSession
 from services.trainer.backends import build
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.world import World
+from tests.layouts import whole_layout
 from tests.services.trainer.backends.megatron.on_ranks import job_spec
 from tests.services.trainer.publication.receiver import reference
 

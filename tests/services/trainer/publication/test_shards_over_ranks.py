@@ -19,7 +19,6 @@ from millrace.ids import new_member_id
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts
-from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest
 from millrace.weights.plans.memory import Memory
 from millrace.weights.transfer.channels.rendezvous import Rendezvous
@@ -27,6 +26,7 @@ from millrace.weights.transfer.pipeline import ReceivePipeline
 from millrace.weights.transfer.session import PublicationSession
 from tests.deploy.expressions import without_data
 from tests.forked import CONTEXT
+from tests.layouts import whole_layout
 from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors
 from tests.services.trainer.calls import Calls
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator

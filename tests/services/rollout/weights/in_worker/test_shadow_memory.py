@@ -10,11 +10,11 @@ import torch
 from millrace.contracts.v1 import weights_pb2
 from millrace.ids import Version
 from millrace.weights.plans import wire_layouts
-from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from services.rollout.weights.in_worker import sharded
 from services.rollout.weights.in_worker.worker_layout import WorkerLayout
 from services.rollout.weights.transfer_request import TransferRequest
+from tests.layouts import whole_layout
 from tests.services.rollout.weights.in_worker.models import LoaderModel
 
 MANIFEST = Manifest((TensorInfo("a", (64, 64), "float32"), TensorInfo("b", (64,), "float32")))

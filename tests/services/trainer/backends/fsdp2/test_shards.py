@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from millrace.spec.lora import Lora
 from millrace.weights.plans.boxes import Boxes
-from millrace.weights.plans.layout import whole_layout
 from millrace.weights.plans.manifest import Content
 from millrace.weights.plans.memory import Memory, pieces_in_message, unpack
 from millrace.weights.plans.sharded import plan
@@ -18,6 +17,7 @@ from services.trainer.protocol.adapter import Published
 from services.trainer.protocol.backend import published
 from services.trainer.ranks import collectives
 from tests.forked import CONTEXT
+from tests.layouts import packed_by, whole_layout
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.on_ranks import job_spec
 
@@ -39,7 +39,7 @@ def check_published(source: Published, dtype: str, *, ulps: int = 0) -> None:
     everyone = [Boxes.decode(data) for data in collectives.gather_bytes(memory.layout.boxes.encode())]
     made = plan(manifest, everyone, [target.boxes], 4096)
     landed = [torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in manifest.tensors]
-    mine = made.packed_by(dist.get_rank())
+    mine = packed_by(made, dist.get_rank())
     messages = b""
     for content in mine:
         message = torch.zeros(int(made.sizes[content]), dtype=torch.uint8, device=memory.device)
@@ -48,7 +48,7 @@ def check_published(source: Published, dtype: str, *, ulps: int = 0) -> None:
         messages += message.cpu().numpy().tobytes()
     for rank, data in enumerate(collectives.gather_bytes(messages)):
         at = 0
-        for content in made.packed_by(rank):
+        for content in packed_by(made, rank):
             size = int(made.sizes[content])
             message = torch.frombuffer(bytearray(data[at : at + size]), dtype=torch.uint8)
             unpack(list(pieces_in_message(made, int(content), message, Memory(manifest, target, landed), every=True)))
