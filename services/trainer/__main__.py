@@ -6,32 +6,19 @@ torchrun gives its ranks 30 seconds to drain; `--shutdown-timeout` gives them mo
 """
 
 import os
-import sys
-from typing import Annotated
 
 import typer
 
-from millrace.errors import MillraceError
 from millrace.service_process import VersionOption
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsPortOption
-from millrace.wire.address import (
-    CoordinatorOption,
-    HostOption,
-    InsecureOption,
-    advertise,
-    bind_address,
-    host_address,
-    require_protection,
-)
+from millrace.wire.address import CoordinatorOption, HostOption, InsecureOption, advertise
 from millrace.wire.membership import PartitionOption, work_in
-from services.trainer.options import SILENT_S, SilentOption
+from services.trainer.options import SILENT_S, PortOption, SilentOption, end_unprotected
 
 
 def main(
     coordinator: CoordinatorOption,
-    port: Annotated[
-        int, typer.Option(envvar="MILLRACE_PORT", help="Port of the trainer's gRPC server; 0: a free port.")
-    ] = 0,
+    port: PortOption = 0,
     host: HostOption = "",
     partition: PartitionOption = "",
     silent_s: SilentOption = SILENT_S,
@@ -42,12 +29,8 @@ def main(
     """Serves one trainer in front of a group of ranks."""
     advertise(host)
     work_in(partition)
-    try:
-        if os.environ.get("RANK", "0") == "0":  # the other ranks serve nobody
-            require_protection(bind_address(host_address()), insecure=insecure)
-    except MillraceError as error:
-        print(f"trainer: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+    if os.environ.get("RANK", "0") == "0":  # the other ranks serve nobody
+        end_unprotected(insecure)
     from services.trainer.rank import serve  # it imports torch
 
     raise typer.Exit(serve(coordinator, port, silent_s, metrics_port))

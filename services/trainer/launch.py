@@ -16,7 +16,6 @@ from typing import Annotated
 
 import typer
 
-from millrace.errors import MillraceError
 from millrace.local.launcher import FORKING, Launcher, fork_from, stand_by
 from millrace.local.lives import Restarts
 from millrace.local.ports import free_port
@@ -24,17 +23,9 @@ from millrace.service_process import VersionOption
 from millrace.telemetry import logs
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsPortOption
 from millrace.wire import last_words
-from millrace.wire.address import (
-    CoordinatorOption,
-    HostOption,
-    InsecureOption,
-    advertise,
-    bind_address,
-    host_address,
-    require_protection,
-)
+from millrace.wire.address import CoordinatorOption, HostOption, InsecureOption, advertise
 from millrace.wire.membership import PartitionOption, work_in
-from services.trainer.options import SILENT_S, SilentOption
+from services.trainer.options import SILENT_S, PortOption, SilentOption, end_unprotected
 
 PRELOADED = [
     "services.trainer.rank",  # first: it sets what torch reads when it is loaded
@@ -83,9 +74,7 @@ def _rank(environment: Mapping[str, str], coordinator: str, port: int, silent_s:
 def main(
     coordinator: CoordinatorOption,
     ranks: Annotated[int, typer.Option(envvar="MILLRACE_RANKS", help="Number of ranks, one a GPU.", min=1)] = 1,
-    port: Annotated[
-        int, typer.Option(envvar="MILLRACE_PORT", help="Port of the trainer's gRPC server; 0: a free port.")
-    ] = 0,
+    port: PortOption = 0,
     host: HostOption = "",
     partition: PartitionOption = "",
     silent_s: SilentOption = SILENT_S,
@@ -99,11 +88,7 @@ def main(
     for name, value in {**ASKING_NVML, **threads(ranks)}.items():
         os.environ.setdefault(name, value)
     logs.configure("trainer", "launcher")
-    try:
-        require_protection(bind_address(host_address()), insecure=insecure)
-    except MillraceError as error:
-        print(f"trainer: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+    end_unprotected(insecure)
     fork_from(*PRELOADED)
     stand_by()
     # The port is the same in every life: the coordinator removes a dead trainer as soon as another one has its address.
