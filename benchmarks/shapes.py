@@ -2,7 +2,19 @@
 
 from typing import Any
 
+from millrace.megatron.architectures.published import QWEN2_5_VL_TOWER
 from millrace.megatron.architectures.shape import ModelShape
+
+WITH_TOWER: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "vision_config": QWEN2_5_VL_TOWER,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+}
+"""Entries of the config of Qwen2.5-VL-7B that models of text do not have."""
 
 
 def config_of(shape: ModelShape) -> dict[str, Any]:
@@ -26,6 +38,8 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
         "num_hidden_layers": shape.layers,
         "torch_dtype": "bfloat16",
     }
+    if shape.tower is not None:
+        config |= WITH_TOWER
     if shape.experts is not None:
         config |= {
             "num_experts": shape.experts.count,

@@ -53,6 +53,8 @@ RECIPES = {
     for shape, data, gpus in MODELS
     for backend in ("fsdp2", "megatron")
 }
+WITH_IMAGES = Recipe("qwen2.5-vl-7b-lora-fsdp2", "qwen2.5-vl-7b", "geometry3k", 2)
+RECIPES[WITH_IMAGES.name] = WITH_IMAGES
 
 
 def recipe(name: str) -> Recipe:

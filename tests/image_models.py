@@ -15,6 +15,7 @@ from tests.models import byte_tokenizer
 SPECIALS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 START, END, PAD, VIDEO = range(259, 263)
 """Ids of these tokens, after those of `byte_tokenizer`."""
+IDS = {"image_token_id": PAD, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
@@ -62,10 +63,7 @@ def save_image_model(folder: Path, seed: int = 0, tower_seed: int = 0) -> Path:
     config = Qwen2_5_VLConfig(
         text_config=TEXT,
         vision_config=TOWER,
-        image_token_id=PAD,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
+        **IDS,
         tie_word_embeddings=False,
     )
     with torch.random.fork_rng([]):
@@ -78,12 +76,18 @@ def save_image_model(folder: Path, seed: int = 0, tower_seed: int = 0) -> Path:
                 else:
                     parameter.add_(torch.randn_like(parameter), alpha=0.2)
     model.save_pretrained(folder)
+    save_processor(folder)
+    return folder
+
+
+def save_processor(folder: Path) -> dict[str, int]:
+    """Saves a processor of images, and a tokenizer. Returns the ids of its tokens, as a config names them."""
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     tokenizer = byte_tokenizer(TEMPLATE)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *SPECIALS]})
     assert tokenizer.convert_tokens_to_ids(SPECIALS[2]) == PAD
     tokenizer.save_pretrained(folder)
-    return folder
+    return IDS
 
 
 def picture(seed: int, width: int, height: int, kind: str = "PNG") -> bytes:

@@ -11,10 +11,11 @@ import yaml
 
 from millrace.client import Client
 from millrace.spec.document import merged
-from recipes.catalogue import recipe
+from recipes.catalogue import WITH_IMAGES, recipe
 from recipes.run import prepared
 from tests.e2e.conftest import adds_up, finished
-from tests.recipes.published import dapo_file, gsm8k_file
+from tests.image_models import save_image_model
+from tests.recipes.published import FILES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(600)]
 """tests/recipes/test_jobs.py has the specs, their data and `validate`; test_algorithms.py trains with all services."""
@@ -46,7 +47,7 @@ OF_ONE = {
 @pytest.mark.parametrize("name", OF_ONE)
 def test_a_recipe_trains_two_steps(name: str, client: Client, model: Path, tmp_path: Path) -> None:
     chosen = recipe(name)
-    source = str((gsm8k_file if chosen.data == "gsm8k" else dapo_file)(tmp_path / "published.parquet"))
+    source = str(FILES[chosen.data](tmp_path / "published.parquet"))
     long = Path(shutil.copytree(model, tmp_path / "model"))
     config = json.loads((long / "config.json").read_text())
     (long / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 40960}))
@@ -62,3 +63,22 @@ def test_a_recipe_trains_two_steps(name: str, client: Client, model: Path, tmp_p
     told = set().union(*(row.values for row in rows))
     assert {"critic/score/mean", "response_length/clip_ratio", "rollout_corr/k3_kl", "actor/grad_norm"} <= told
     assert any(key.startswith("val-core/") for key in told)
+
+
+def test_a_recipe_with_images_trains_two_steps(start: Any, tmp_path: Path) -> None:
+    folder = save_image_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 4096
+    (folder / "config.json").write_text(json.dumps(config))
+    source = str(FILES[WITH_IMAGES.data](tmp_path / "published.parquet"))
+
+    job = prepared(
+        WITH_IMAGES, tmp_path, str(folder), source, source, merged(SMALLER, {"model": {"lora": {"rank": 4}}})
+    )
+
+    client = start(replicas=1, ranks=1, engine="vllm").client()
+    submitted = client.submit(yaml.safe_load(job.read_text()))
+    view = finished(client, submitted.id)
+    adds_up(client, view, groups_per_step=2)
+    assert view.evaluation_last is not None
+    assert (Path(str(view.checkpoint)) / "adapter" / "adapter_model.safetensors").is_file()

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.shapes import config_of
 from millrace.admission import choices
 from millrace.backends.megatron import parse
 from millrace.megatron.architectures import read_shape
+from millrace.megatron.architectures.published import PUBLISHED
 from millrace.megatron.rules import broken_rules, check_adapter
 from millrace.megatron.weights import TRANSFORMER_ENGINE
 from millrace.memory.ledger import peak
@@ -60,6 +62,7 @@ QWEN2_72B = {
 }
 MODELS = {
     "qwen2.5-72b-lora": QWEN2_72B,
+    "qwen2.5-vl-7b-lora": config_of(PUBLISHED["qwen2.5-vl-7b"]),
     "qwen3-8b": QWEN3_8B,
     "qwen3-8b-lora": QWEN3_8B,
     "qwen3-8b-lora-from-adapter": QWEN3_8B,

@@ -61,3 +61,7 @@ def dapo_file(path: Path, repeats: int = 3, more: tuple[tuple[str, str], ...] = 
     rows += [dapo_row(len(PROBLEMS) + number, *problem) for number, problem in enumerate(more)]
     pq.write_table(pa.Table.from_pylist(rows), path)
     return path
+
+
+FILES = {"gsm8k": gsm8k_file, "dapo-math": dapo_file, "geometry3k": geometry_file}
+"""What writes a small file of a data set."""

@@ -18,14 +18,15 @@ from millrace.backends.megatron import parse as megatron_options
 from millrace.cli import app
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import read_shape
-from millrace.megatron.architectures.published import shape_of
+from millrace.megatron.architectures.published import PUBLISHED
 from millrace.megatron.rules import broken_rules
 from millrace.spec import load
 from recipes.catalogue import HERE, RECIPES, Recipe, recipe
 from recipes.data_sets import DATA_SETS, converted
 from tests.hub_server import COMMIT, Repository, serving
+from tests.image_models import save_processor
 from tests.models import byte_tokenizer, save_tiny_model
-from tests.recipes.published import dapo_file, gsm8k_file
+from tests.recipes.published import FILES, gsm8k_file
 
 COVERING = ("qwen3-8b-megatron",)
 """Checked by `make test`; the others by `make test-all`, which trains some, too (`tests/e2e/test_recipes.py`)."""
@@ -33,10 +34,15 @@ ALL = [pytest.param(each, marks=[] if each in COVERING else pytest.mark.matrix) 
 
 
 def model_folder(folder: Path, shape: str) -> Path:
-    """Config of the published sizes, and a tokenizer. No weights are read before a trainer loads them."""
+    """Config of the published sizes, a tokenizer, and a processor of images if the model takes them. No weights are
+    read before a trainer loads them."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config_of(shape_of(shape))))
-    byte_tokenizer().save_pretrained(folder)
+    config = config_of(PUBLISHED[shape])
+    if PUBLISHED[shape].tower is None:
+        byte_tokenizer().save_pretrained(folder)
+    else:
+        config |= save_processor(folder)
+    (folder / "config.json").write_text(json.dumps(config))
     save_file({"none": torch.zeros(1)}, folder / "model.safetensors")
     return folder
 
@@ -52,7 +58,7 @@ def test_a_recipe_is_valid_and_fits_its_gpus(each: Recipe, tmp_path: Path) -> No
         spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
     )
     if spec.trainer.backend == "megatron":
-        (tmp_path / "config.json").write_text(json.dumps(config_of(shape_of(each.shape))))
+        (tmp_path / "config.json").write_text(json.dumps(config_of(PUBLISHED[each.shape])))
         options = megatron_options(spec.trainer.backend_options)
         assert broken_rules(options, read_shape(tmp_path), each.gpus, cuda=True) == []
 
@@ -67,8 +73,7 @@ def test_every_file_of_the_folder_is_a_recipe_that_is_found_by_its_name() -> Non
 @pytest.mark.parametrize("name", ALL)
 def test_validate_accepts_a_recipe_with_the_published_config(name: str, tmp_path: Path) -> None:
     chosen = recipe(name)
-    write = gsm8k_file if chosen.data == "gsm8k" else dapo_file
-    source = str(write(tmp_path / "published.parquet"))
+    source = str(FILES[chosen.data](tmp_path / "published.parquet"))
     for target in (chosen.train_file(tmp_path), chosen.test_file(tmp_path)):
         converted(source, DATA_SETS[chosen.data].rows, target)
     job = tmp_path / "job.yaml"

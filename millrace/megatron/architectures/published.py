@@ -1,8 +1,12 @@
 """Shapes of published models, by the sizes in their config.json on the Hugging Face hub, and small ones for benchmarks.
 Torch-free."""
 
+from dataclasses import replace
+
 from millrace.errors import InvalidJob
+from millrace.megatron.architectures import qwen2_5_vl
 from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, ModelShape, Rope
+from millrace.towers import TowerShape
 
 ROPE = Rope(theta=1e6)
 QWEN3 = (128, 151936, 40960)
@@ -47,6 +51,18 @@ def qwen2_5(layers: int, hidden: int, ffn: int, heads: int, key_value_heads: int
     return ModelShape("qwen2", *sizes, 1e-6, ROPE, tied=False, attention_bias=True)
 
 
+QWEN2_5_VL_TOWER = {"hidden_size": 1280, "out_hidden_size": 3584}
+"""Entries of the `vision_config` of Qwen2.5-VL-7B that are not transformers' own."""
+QWEN2_5_VL_MOST_PIXELS = 12845056
+"""Of one image, by its processor's file."""
+
+
+def qwen2_5_with_tower(decoder: ModelShape, context: int) -> ModelShape:
+    """A Qwen2.5-VL with this language model."""
+    tower = TowerShape.of_config(QWEN2_5_VL_TOWER, {"max_pixels": QWEN2_5_VL_MOST_PIXELS})
+    return replace(qwen2_5_vl.of_decoder(decoder), context=context, tower=tower)
+
+
 PUBLISHED: dict[str, ModelShape] = {
     "qwen3-0.6b": qwen3(28, 1024, 3072, 16, 8, tied=True),
     "qwen3-1.7b": qwen3(28, 2048, 6144, 16, 8, tied=True),
@@ -57,6 +73,7 @@ PUBLISHED: dict[str, ModelShape] = {
     "qwen3-30b-a3b": qwen3(48, 2048, 6144, 32, 4, experts=(128, 8, 768)),
     "qwen3-235b-a22b": qwen3(94, 4096, 12288, 64, 4, experts=(128, 8, 1536)),
     "qwen2.5-7b": qwen2_5(28, 3584, 18944, 28, 4),
+    "qwen2.5-vl-7b": qwen2_5_with_tower(qwen2_5(28, 3584, 18944, 28, 4), 128000),
     "qwen2.5-32b": qwen2_5(64, 5120, 27648, 40, 8),
     "qwen2.5-72b": qwen2_5(80, 8192, 29568, 64, 8),
     "deepseek-v3": ModelShape(
@@ -77,12 +94,14 @@ PUBLISHED: dict[str, ModelShape] = {
     ),
 }
 """Every shape by its model's name in small letters."""
+UNMADE = ("qwen2", "qwen2_5_vl")
+"""Architectures of which benchmarks make no model folder."""
 SHAPES: dict[str, ModelShape] = {
     "tiny": qwen3(2, 64, 96, 4, 2, tied=True, sizes=TINY),
     "tiny-moe": qwen3(2, 64, 96, 4, 2, experts=(8, 2, 32), sizes=TINY),
     "small": qwen3(2, 256, 512, 4, 2, tied=True, sizes=SMALL),
     "small-moe": qwen3(2, 256, 512, 4, 2, experts=(8, 2, 128), sizes=SMALL),
-    **{name: shape for name, shape in PUBLISHED.items() if shape.architecture != "qwen2"},
+    **{name: shape for name, shape in PUBLISHED.items() if shape.architecture not in UNMADE},
 }
 """The shapes of which benchmarks can make a model folder (`benchmarks/shapes.py`)."""
 

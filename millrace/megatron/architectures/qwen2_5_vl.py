@@ -13,6 +13,10 @@ from millrace.sequence_cost import text_entries
 def shape(config: Mapping[str, Any]) -> ModelShape:
     text = text_entries(config)
     text["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
-    decoder = qwen2.shape(text, theta=1e6)
+    return of_decoder(qwen2.shape(text, theta=1e6))
+
+
+def of_decoder(decoder: ModelShape) -> ModelShape:
+    """The shape of a model with this language model, without its tower."""
     names = replace(decoder.names, module="model.language_model.", untrained=(r"^(model\.)?visual\.",))
     return replace(decoder, architecture="qwen2_5_vl", names=names)
