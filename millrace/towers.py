@@ -1,6 +1,7 @@
 """The tower of a model that takes images: its sizes, parameters, FLOPs and memory, by the patches of an image.
 Torch-free."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -84,6 +85,12 @@ class TowerShape:
         pairs = self.full * frame**2 + (self.depth - self.full) * self._squares(high) * self._squares(wide)
         products = patches * (self.values * self.hidden + self.depth * (self._attention + self._mlp))
         return 2.0 * (products + patches / self.merge**2 * self._merger + 2 * self.hidden * times * pairs)
+
+    def flops_of_tokens(self, tokens: float) -> float:
+        """FLOPs of the forward pass for one square image that makes so many tokens, or for several of its size that
+        make a multiple."""
+        side = self.merge * max(1, round(math.sqrt(tokens)))
+        return self.flops((1, side, side)) * tokens * self.merge**2 / side**2
 
     def working_bytes(self, patches: int, element: int) -> float:
         """Most bytes that a forward pass without gradient has at a time, for an image of so many patches. `element`:

@@ -30,6 +30,11 @@ def patches(grid: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(grid[0] * grid[1] * grid[2], SHAPE.values, dtype=dtype)
 
 
+def test_flops_by_tokens_are_those_of_a_square_image() -> None:
+    assert SHAPE.flops_of_tokens(64) == SHAPE.flops((1, 16, 16))
+    assert SHAPE.flops_of_tokens(60) == pytest.approx(SHAPE.flops((1, 16, 16)) * 60 / 64)
+
+
 @pytest.mark.parametrize("grid", GRIDS)
 def test_flops_are_those_that_torch_counts(grid: tuple[int, int, int]) -> None:
     module = tower("eager", torch.float32)

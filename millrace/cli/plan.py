@@ -46,6 +46,15 @@ MeanResponse = Annotated[
         help="Mean length of responses; without it, a quarter of the longest.",
     ),
 ]
+MeanImage = Annotated[
+    float | None,
+    typer.Option(
+        "--mean-image-tokens",
+        min=0,
+        max=MOST_TOKENS,
+        help="Mean tokens of a prompt's image, in a job with data.images; without it, half of the prompt.",
+    ),
+]
 Colocated = Annotated[
     bool,
     typer.Option(
@@ -72,6 +81,7 @@ def plan(
     model: ModelName = None,
     mean_prompt: MeanPrompt = None,
     mean_response: MeanResponse = None,
+    mean_image_tokens: MeanImage = None,
     colocated: Colocated = False,
     search: Search = False,
     settings: Settings = None,
@@ -96,7 +106,7 @@ def plan(
     figures, job = hardware(gpu), _job(spec, settings)
     shape = model_shape(job, model)
     cluster = Cluster(figures, *_gpus(job, engine, trainer_gpus, rollout_gpus), colocated)
-    work = workload(job, mean_prompt, mean_response)
+    work = workload(job, mean_prompt, mean_response, mean_image_tokens)
     if search:
         return _search(Request(job, shape, cluster, work, engine), trainer_gpus is None, as_json)
     made = make_plan(job, shape, cluster, work, engine)

@@ -19,6 +19,7 @@ class Generation:
     """One replica's part of a step."""
 
     prefill_s: float
+    """Seconds in which prompts are read, and their images seen."""
     decode_s: float
     tail_s: float
     """Seconds of `decode_s` in which less than half of the most requests ran."""
@@ -75,8 +76,9 @@ def _followed(replica: Replica, work: Workload, lengths: list[float], weight: fl
     most = max(count for count, _ in spans)
     decode = sum(seconds for _, seconds in spans)
     tail = sum(seconds for count, seconds in spans if count < most / 2)
-    prompts = weight * len(lengths) / work.samples * work.mean_prompt
-    return Generation(replica.prefill(prompts), decode, tail, weight * sum(lengths), most, max(lengths))
+    groups = weight * len(lengths) / work.samples
+    read = replica.prefill(groups * work.mean_prompt) + groups * replica.seeing(work.image_tokens)
+    return Generation(read, decode, tail, weight * sum(lengths), most, max(lengths))
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,9 @@ def steady(replica: Replica, work: Workload, replicas: int) -> Generation:
     running = min(replica.slots, requests * (work.max_staleness + 1), max(1.0, replica.cached_tokens / held))
     tokens = requests * work.mean_response
     decode = tokens / running * replica.decode(running, running * held)
-    read = requests / work.samples * work.mean_prompt
+    groups = requests / work.samples
+    read = groups * work.mean_prompt
     if work.recomputes_cache:
-        read += running * context
-    return Generation(replica.prefill(read), decode, 0.0, tokens, running, float(work.longest_response))
+        read, groups = read + running * context, groups + running / work.samples
+    prefill = replica.prefill(read) + groups * replica.seeing(work.image_tokens)
+    return Generation(prefill, decode, 0.0, tokens, running, float(work.longest_response))

@@ -246,6 +246,7 @@ def simulated(
         engine=replica,
         trainer=TrainerRate(step_s=once, token_s=each / work.tokens),
         prompt_tokens=work.mean_prompt,
+        prompt_s=replica.seeing(work.image_tokens),
         max_staleness=work.max_staleness,
         replicas=replicas,
         slots=replica.slots,

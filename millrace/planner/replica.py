@@ -77,6 +77,13 @@ class Replica:
         sums = self._sums(tokens) - self._sums(0.0)
         return products / (constants.LAYER_SHARE * self.gpu.product_rate) + sums
 
+    def seeing(self, image_tokens: float) -> float:
+        """Seconds of the tower for the images of one prompt."""
+        if self.shape.tower is None or not image_tokens:
+            return 0.0
+        products = self.shape.tower.flops_of_tokens(image_tokens) / self.tensor
+        return products / (constants.LAYER_SHARE * self.gpu.product_rate)
+
     @cached_property
     def _parameters(self) -> tuple[float, float]:
         """Parameters that every step reads, and those of routed experts."""

@@ -19,6 +19,7 @@ LEAST_SHOWN = 0.005
 CAUSES = {
     Cause.PRODUCTS: "matrix products of layers",
     Cause.ATTENTION: "attention",
+    Cause.TOWER: "tower for images",
     Cause.ELEMENTWISE: "reading and writing activations",
     Cause.LAUNCHES: "starting products of experts",
     Cause.HEAD: "output head",
@@ -63,6 +64,8 @@ def _step(plan: Plan) -> Iterator[str]:
     work, made = plan.work, plan.generation
     how = "in turns on the same GPUs, which Millrace does not do" if plan.cluster.colocated else "each on its own GPUs"
     lengths = f"{work.mean_prompt:,.0f} + {work.mean_response:,.0f} tokens on average"
+    if work.image_tokens:
+        lengths += f", {work.image_tokens:,.0f} of them of an image"
     yield f"a step of {work.sequences:,} sequences, {lengths}; trainer and replicas {how}:"
     running = f"up to {made.most_running:,.0f} requests at a time in each of {plan.replicas}"
     yield _row("generation", made.total, running)

@@ -17,6 +17,8 @@ RESPONSE_SHARE = 0.25
 """Mean length of a response over the longest allowed one, if the user gives none."""
 PROMPT_SHARE = 0.25
 """The same for prompts."""
+IMAGE_SHARE = 0.5
+"""Tokens of images over those of a whole prompt in a job with images, if the user does not say."""
 MOST_LENGTHS = 2048
 """Lengths that stand for all of a step: quantiles of their distribution."""
 BISECTIONS = 60
@@ -38,6 +40,8 @@ class Workload:
     max_staleness: int
     recomputes_cache: bool = True
     """Whether running requests are read again with each new version (`rollout.cache_policy`)."""
+    image_tokens: float = 0.0
+    """Tokens of a prompt that are of its image, on average."""
 
     @property
     def sequences(self) -> int:
@@ -90,22 +94,35 @@ def _uncut_mean(mean: float, cut: float) -> float:
     return high
 
 
-def workload(spec: JobSpec, mean_prompt: float | None = None, mean_response: float | None = None) -> Workload:
-    """The work of one step of a job. Raises InvalidJob for a mean length over the longest that the job allows."""
+def workload(
+    spec: JobSpec,
+    mean_prompt: float | None = None,
+    mean_response: float | None = None,
+    image_tokens: float | None = None,
+) -> Workload:
+    """The work of one step of a job. Raises InvalidJob for a mean length over the longest that the job allows, and for
+    images in a job without `data.images`."""
     longest_prompt, longest = spec.data.max_prompt_tokens, spec.rollout.max_response_tokens
-    for field, given, most in (
-        ("--mean-prompt", mean_prompt, longest_prompt),
-        ("--mean-response", mean_response, longest),
+    prompt = mean_prompt or max(1.0, PROMPT_SHARE * longest_prompt)
+    for field, given, most, of in (
+        ("--mean-prompt", mean_prompt, longest_prompt, "the longest that the job allows"),
+        ("--mean-response", mean_response, longest, "the longest that the job allows"),
+        ("--mean-image-tokens", image_tokens, prompt, "the mean prompt, which has them"),
     ):
         if given is not None and given > most:
-            raise refused(field, given, f"is more than the longest that the job allows, {most}", "give a shorter mean.")
+            raise refused(field, given, f"is more than {of}, {most:g}", "give a shorter mean.")
+    if image_tokens and spec.data.images is None:
+        raise refused("--mean-image-tokens", image_tokens, "the job has no data.images", "leave the option out.")
+    if image_tokens is None:
+        image_tokens = 0.0 if spec.data.images is None else IMAGE_SHARE * prompt
     return Workload(
         prompts=spec.schedule.prompts_per_step,
         samples=spec.rollout.samples_per_prompt,
-        mean_prompt=mean_prompt or max(1.0, PROMPT_SHARE * longest_prompt),
+        mean_prompt=prompt,
         mean_response=mean_response or max(1.0, RESPONSE_SHARE * longest),
         longest_response=longest,
         passes=passes_of(spec, updates=spec.trainer.updates_per_step),
         max_staleness=spec.schedule.max_staleness,
         recomputes_cache=spec.rollout.cache_policy == "recompute",
+        image_tokens=image_tokens,
     )

@@ -122,6 +122,7 @@ class Engine:
             if answer.group not in self._read:
                 self._read.add(answer.group)  # the other answers find their prompt in the cache
                 self._stall_s += setting.engine.prefill(setting.weight * setting.prompt_tokens)
+                self._stall_s += setting.weight * setting.prompt_s
             self._stall_s += setting.engine.prefill(setting.weight * done)
             answer.begun = self._progress
             self._started += 1
@@ -154,6 +155,8 @@ class Engine:
         if self.setting.recompute_cache and self._running:
             states = self.setting.weight * self.setting.state_tokens * len(self._running)
             self._stall_s += self.setting.engine.prefill(self._held - states)
+            groups = len({answer.group for _, _, answer in self._running})
+            self._stall_s += groups * self.setting.weight * self.setting.prompt_s
 
     def stop(self) -> list[Group]:
         """Ends everything, and returns the groups that were not complete, in the order in which they came."""

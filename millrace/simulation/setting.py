@@ -157,6 +157,8 @@ class Setting:
     engine: EngineRate
     trainer: TrainerRate
     prompt_tokens: float = 0.0
+    prompt_s: float = 0.0
+    """Seconds that reading a prompt takes beside those of its tokens: those of its images."""
     max_staleness: int = 0
     replicas: int = 1
     slots: int = 1024

@@ -119,6 +119,36 @@ def test_a_version_lets_running_requests_be_read_again_unless_the_cache_is_kept(
     assert again.prefill_s > kept.prefill_s and again.decode_s == kept.decode_s
 
 
+def test_images_are_seen_by_replicas_and_by_ranks_that_train_an_answer() -> None:
+    """By one rank of two each prompt with two answers is seen with 3 in 4; at the first pass over the step."""
+    spec = preset("qwen2.5-vl-7b-lora-8gpu", rollout={"samples_per_prompt": 2})
+    shape, cluster = model_shape(spec), Cluster(KINDS["h200"], 2, 2)
+    plans = [make_plan(spec, shape, cluster, workload(spec, image_tokens=tokens)) for tokens in (400.0, 0.0)]
+    seen, without = (plan.training for plan in plans)
+    assert shape.tower is not None
+    one = shape.tower.flops((1, 40, 40)) / (0.8 * KINDS["h200"].product_rate)
+    assert seen.scoring[Cause.TOWER] == pytest.approx(0.75 * spec.schedule.prompts_per_step * one)
+    assert Cause.TOWER not in without.scoring and seen.update == without.update and seen.mfu == without.mfu
+    assert plans[0].replica.seeing(400.0) == pytest.approx(one)
+    read = plans[0].generation.prefill_s - plans[1].generation.prefill_s
+    running = plans[0].generation.most_running / 2
+    assert read == pytest.approx((spec.schedule.prompts_per_step / 2 + running) * one)
+    assert plans[0].step_s > plans[1].step_s
+    at_once = preset("qwen2.5-vl-7b-lora-8gpu", algorithm={"old_logprobs": "rollout", "kl": None})
+    update = make_plan(at_once, shape, cluster, workload(at_once, image_tokens=400.0)).training
+    assert not total(update.scoring)
+    assert update.update[Cause.TOWER] == seen.scoring[Cause.TOWER] and update.flops > without.flops
+
+
+def test_a_plan_knows_the_adapter_of_a_job_with_images() -> None:
+    spec = preset("qwen2.5-vl-7b-lora-8gpu")
+    whole = preset("qwen2.5-vl-7b-lora-8gpu", model={"lora": None})
+    adapter, all_weights = planned(spec), planned(whole)
+    assert adapter.publication is not None and all_weights.publication is not None
+    assert adapter.publication.bytes < 0.05 * all_weights.publication.bytes
+    assert adapter.training.update[Cause.PRODUCTS] < all_weights.training.update[Cause.PRODUCTS]
+
+
 def test_what_is_in_host_memory_between_uses_travels() -> None:
     def moving(**options: object) -> float:
         on_the_gpu = {"optimizer_offload_fraction": 0.0, "offload_optimizer": False}

@@ -7,6 +7,7 @@ import pytest
 from millrace.errors import InvalidJob
 from millrace.planner.workload import Workload, workload
 from tests.memory.jobs import job
+from tests.planner.jobs import preset
 
 
 def work(mean: float, longest: int = 4096, **changes: object) -> Workload:
@@ -64,3 +65,13 @@ def test_what_reads_the_policy_before_the_update_costs_a_pass(algorithm: dict[st
 def test_a_mean_over_the_longest_is_refused() -> None:
     with pytest.raises(InvalidJob, match="--mean-response: 5000: is more than the longest that the job allows, 4096"):
         work(5000)
+
+
+def test_tokens_of_images_are_part_of_the_prompt_of_a_job_with_images() -> None:
+    shown = preset("qwen2.5-vl-7b-lora-8gpu", data={"max_prompt_tokens": 400})
+    assert workload(job()).image_tokens == 0.0
+    assert workload(shown).image_tokens == 50.0 and workload(shown, image_tokens=0.0).image_tokens == 0.0
+    with pytest.raises(InvalidJob, match=r"--mean-image-tokens: .* more than the mean prompt, which has them, 100"):
+        workload(shown, image_tokens=101.0)
+    with pytest.raises(InvalidJob, match=r"--mean-image-tokens: .* no data\.images"):
+        workload(job(), image_tokens=10.0)

@@ -64,12 +64,15 @@ def test_prompts_are_read_once_a_group_and_again_after_a_publication() -> None:
     rate = MeasuredRate((1,), (1.0,), prefill_token_s=0.1)
     of = setting([4.0], samples=2, engine=rate, prompt_tokens=10.0)
     assert first(of).seconds == 1 + 4
+    assert first(replace(of, prompt_s=0.5)).seconds == 1.5 + 4
     # At 1 the first prompt is published. The second has 30 tokens in the cache by then, and reads them again.
     again = setting([1.0, 20.0, 1.0], prompt_tokens=10.0, engine=rate, max_staleness=1, slots=2, recompute_cache=True)
     kept = replace(again, recompute_cache=False, wait_for_slow=True)
     again = replace(again, wait_for_slow=True)
     assert ends(kept, 2)[1] == pytest.approx(1 + 1 + 20 + 1)  # two prompts are read before, one after the publication
     assert ends(again, 2)[1] - ends(kept, 2)[1] == pytest.approx(0.1 * (10 + 1))
+    seen = [ends(replace(each, prompt_s=0.01), 2)[1] for each in (kept, again)]
+    assert seen[1] - seen[0] == pytest.approx(0.1 * (10 + 1) + 0.01, abs=0.002)
 
 
 def test_a_pause_stops_what_runs() -> None:

@@ -106,6 +106,8 @@ class Cause(StrEnum):
     PRODUCTS = "products"
     """Matrix products of the layers."""
     ATTENTION = "attention"
+    TOWER = "tower"
+    """The tower for images."""
     ELEMENTWISE = "elementwise"
     """Reading and writing activations."""
     LAUNCHES = "launches"

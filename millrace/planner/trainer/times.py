@@ -91,6 +91,19 @@ class Trainer:
         each = added([self._packed(passes), self._gradients(), self._optimizer()])
         return added([scaled(each, updates), self._moved_weights()])
 
+    def images(self) -> float:
+        """FLOPs of the tower for the images of a step on one rank. Answers to a prompt go to any rank, and ranks that
+        share a micro-batch each see all of its images."""
+        if self.shape.tower is None:
+            return 0.0
+        seen = self.work.prompts * (1 - (1 - 1 / self.layout.data) ** self.work.samples)
+        return seen * self.shape.tower.flops_of_tokens(self.work.image_tokens) if self.work.image_tokens else 0.0
+
+    def seeing(self) -> dict[Cause, float]:
+        """The tower's forward passes of a step: once for each image, since its features are kept."""
+        flops = self.images()
+        return {Cause.TOWER: flops / (constants.LAYER_SHARE * self.gpu.product_rate)} if flops else {}
+
     def _packed(self, passes: Seconds) -> dict[Cause, float]:
         waste = self.imbalance.packing(self.layout.data) if self.layout.lockstep else 0.0
         return added([passes, {Cause.PACKING: waste * total(passes)}])
@@ -218,10 +231,15 @@ def training_times(trainer: Trainer) -> TrainingTimes:
     """The seconds of a step, with those of a critic if the job has one."""
     passes = trainer.work.passes
     scoring = scaled(trainer.scoring(), passes.policy + passes.reference)
-    update = policy = trainer.update()
+    update, images = trainer.update(), 0.0
+    if passes.policy or passes.reference:
+        scoring = added([scoring, trainer.seeing()])
+    else:
+        update, images = added([update, trainer.seeing()]), trainer.images() * trainer.layout.gpus
+    policy = update
     if passes.values:
         critic = replace(trainer, shape=trainer.shape.as_critic(), lora=None)
         scoring, update = added([scoring, critic.scoring()]), added([update, critic.update()])
     adapters = 0 if trainer.lora is None else int(active_adapter_parameters(trainer.shape, trainer.lora))
-    flops = trainer.work.flops(sequence_cost(trainer.shape, adapters))
+    flops = trainer.work.flops(sequence_cost(trainer.shape, adapters)) + images
     return TrainingTimes(scoring, update, total(policy), flops, trainer.layout.gpus, trainer.gpu.bf16_tflops * 1e12)
