@@ -121,7 +121,8 @@ def test_a_version_lets_running_requests_be_read_again_unless_the_cache_is_kept(
 
 def test_images_are_seen_by_replicas_and_by_ranks_that_train_an_answer() -> None:
     """By one rank of two each prompt with two answers is seen with 3 in 4; at the first pass over the step."""
-    spec = preset("qwen2.5-vl-7b-lora-8gpu", rollout={"samples_per_prompt": 2})
+    samples = {"samples_per_prompt": 2}
+    spec = preset("qwen2.5-vl-7b-lora-8gpu", rollout=samples)
     shape, cluster = model_shape(spec), Cluster(KINDS["h200"], 2, 2)
     plans = [make_plan(spec, shape, cluster, workload(spec, image_tokens=tokens)) for tokens in (400.0, 0.0)]
     seen, without = (plan.training for plan in plans)
@@ -134,7 +135,8 @@ def test_images_are_seen_by_replicas_and_by_ranks_that_train_an_answer() -> None
     running = plans[0].generation.most_running / 2
     assert read == pytest.approx((spec.schedule.prompts_per_step / 2 + running) * one)
     assert plans[0].step_s > plans[1].step_s
-    at_once = preset("qwen2.5-vl-7b-lora-8gpu", algorithm={"old_logprobs": "rollout", "kl": None})
+    once = {"old_logprobs": "rollout", "kl": None}
+    at_once = preset("qwen2.5-vl-7b-lora-8gpu", algorithm=once, rollout=samples)
     update = make_plan(at_once, shape, cluster, workload(at_once, image_tokens=400.0)).training
     assert not total(update.scoring)
     assert update.update[Cause.TOWER] == seen.scoring[Cause.TOWER] and update.flops > without.flops
