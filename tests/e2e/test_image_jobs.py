@@ -42,7 +42,10 @@ def rows() -> list[PromptRow]:
     return [good[0], damaged, large, several, special, *good[1:]]
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 8, "alpha": 16}], ids=["whole", "adapter"])
+LORA = {"rank": 8, "alpha": 16}
+
+
+@pytest.mark.parametrize("lora", [None, LORA, {**LORA, "merge": True}], ids=["whole", "adapter", "merged"])
 def test_images_are_trained_and_bad_ones_cost_their_rows(start, job, tmp_path, lora):
     folder = save_image_model(tmp_path / "model")
     write_rows(tmp_path / "images.parquet", rows())

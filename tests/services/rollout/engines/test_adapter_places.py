@@ -11,6 +11,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig
 
 from millrace.errors import InvalidJob, PublicationFailed
+from millrace.megatron.adapters import linear_layers
+from millrace.megatron.architectures import read_shape
+from millrace.megatron.weights import TRANSFORMER_ENGINE
 from millrace.spec import JobSpec, received
 from millrace.spec.lora import Lora
 from millrace.weights.loader.learn import LearnedLayout, learn_layout
@@ -92,6 +95,15 @@ def test_engine_and_trainer_choose_the_same_layers(kind: str, lora: dict[str, An
     assert {each.name: (each.inputs, each.outputs) for each in shape.layers} == trained
     assert shape.rank == spec.model.lora.rank
     assert AdapterShape.decode(shape.encode()) == shape
+
+
+def test_engine_and_megatron_choose_the_same_layers_of_a_model_with_a_tower(tmp_path: Path) -> None:
+    tiny.save("qwen2_5_vl", tmp_path)
+    shape, served = read_shape(tmp_path), adapter_shape(lora_job(tmp_path))
+    assert served is not None
+    assert {each.name for each in served.layers} == set(
+        map(shape.names.in_module, linear_layers(shape, TRANSFORMER_ENGINE))
+    )
 
 
 def test_the_adapter_of_a_folder_is_served_as_it_is_there(tied_model: Path, tmp_path: Path) -> None:

@@ -184,11 +184,18 @@ def with_language_adapter(folder: Path, seed: int, targets: list[str] | None = N
     return with_adapter(base, seed=seed, rank=3, alpha=6.0, targets=targets or language_layers(base))
 
 
-def test_an_adapter_is_trained_as_peft_does(one_rank: torch.device, folder: Path, tmp_path: Path) -> None:
+DORA = {"rank": 2, "alpha": 8, "dora": True, "merge": True, "target_modules": ["q_proj", "mlp.up_proj"]}
+
+
+@pytest.mark.parametrize(("lora", "recompute"), [({"rank": 4, "alpha": 8}, False), (DORA, True)], ids=["lora", "dora"])
+def test_an_adapter_is_trained_as_peft_does(
+    one_rank: torch.device, folder: Path, tmp_path: Path, lora: dict[str, Any], recompute: bool
+) -> None:
     """From the same first adapter, in packed rows. PEFT reads what is saved; merged weights compute the same."""
     samples = drawn(folder)
     batch = MicroBatch.pack(samples, range(len(samples)))
-    spec = job_spec(folder, model={"lora": {"rank": 4, "alpha": 8}}, data=DATA, trainer=TRAINER)
+    trainer = {**TRAINER, "activation_recompute": recompute}
+    spec = job_spec(folder, model={"lora": lora}, data=DATA, trainer=trainer, algorithm={"kl": {"name": "k3"}})
     backend: Any = build(spec, one_rank)
     write_adapter(tmp_path / "start", backend.adapter, folder)
     model = PeftModel.from_pretrained(opened_model(folder), tmp_path / "start", is_trainable=True).get_base_model()
@@ -203,12 +210,17 @@ def test_an_adapter_is_trained_as_peft_does(one_rank: torch.device, folder: Path
     (found,) = backend.logprobs([batch], temperature=1.0)
     expected = torch.cat(alone(folder, samples, model)[0])
     torch.testing.assert_close(found, expected, atol=CLOSE, rtol=0)
-    assert float((expected - torch.cat(alone(folder, samples)[0])).abs().max()) > 100 * CLOSE
+    begun = torch.cat(alone(folder, samples)[0])
+    assert float((expected - begun).abs().max()) > 100 * CLOSE
+    (reference,) = backend.logprobs([batch], temperature=1.0, reference=True)
+    torch.testing.assert_close(reference, begun, atol=CLOSE, rtol=0)
 
     write_adapter(tmp_path / "saved", backend.adapter, folder)
     again = PeftModel.from_pretrained(opened_model(folder), tmp_path / "saved", is_trainable=True)
     read = {name for name, _ in again.named_modules() if name.endswith("lora_A")}
-    assert read == {f"base_model.model.{layer}.lora_A" for layer in language_layers(opened_model(folder))}
+    ends = tuple(lora.get("target_modules", ("proj",)))
+    layers = (layer for layer in language_layers(opened_model(folder)) if layer.endswith(ends))
+    assert read == {f"base_model.model.{layer}.lora_A" for layer in layers}
     torch.testing.assert_close(torch.cat(alone(folder, samples, again.get_base_model())[0]), found, atol=CLOSE, rtol=0)
     merged = opened_model(folder)
     unknown = merged.load_state_dict({info.name: t for info, t in backend.export("float32")}, strict=False)
