@@ -109,11 +109,15 @@ async def _with_store(url: str, state: Path, work: Callable[[Store], Awaitable[N
 @contextlib.asynccontextmanager
 async def _redis(url: str, state: Path, *, alone: bool) -> AsyncIterator[str]:
     """The URL of Redis. The coordinator's own runs where a coordinator does, which `alone` excludes; it is started
-    otherwise."""
+    otherwise. Raises InvalidState if `state` is not a coordinator's and has to be (not `alone`)."""
     if url:
         yield url
         return
     own = RedisServer(state / "redis")
+    if not alone and not (state / "redis").is_dir():
+        what = f"--state-dir: {state} is not the folder of a coordinator."
+        fix = "name its --state-dir, of `millrace up --state STATE` STATE/coordinator; or its Redis in REDIS_URL."
+        raise InvalidState(what, fix)
     new_private_folder(state)
     with contextlib.ExitStack() as held:
         try:

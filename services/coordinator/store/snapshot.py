@@ -70,6 +70,9 @@ async def save(store: Store, path: Path) -> Manifest:
         raise Unavailable(what, "copy its data with `redis-cli --rdb FILE`, which reads a snapshot of the server.")
     needed = await _needed(store)
     found: list[Any] = await store.connection.run("dump", [], large=True)
+    if not found:
+        what = f"there is nothing to save: no coordinator has written to Redis at {store.connection.name}."
+        raise InvalidState(what, "name the Redis of the coordinator in REDIS_URL, or its folder in --state-dir.")
     entries = [(bytes(found[i]), int(found[i + 1]), bytes(found[i + 2])) for i in range(0, len(found), 3)]
     manifest = Manifest(FORMAT, __version__, time.time(), len(entries), needed)
     scratch = path.with_name(f"{path.name}.part")

@@ -183,3 +183,15 @@ def test_a_backup_is_exact_and_bad_ones_are_refused(redis_url: str, tmp_path: Pa
             assert str(bad) in refused.stderr, refused.stderr
         assert runner.run(restored(other.url)) == before
         runner.run(other.stop())
+
+
+def test_an_empty_redis_and_a_folder_that_is_no_coordinators_are_refused(redis_url: str, tmp_path: Path) -> None:
+    file, stack = tmp_path / "backup", tmp_path / "stack"
+    (stack / "coordinator" / "redis").mkdir(parents=True)
+    with_store(redis_url, lambda store: store.connection.do("FLUSHALL"))
+    empty = backup("save", file, "--redis-url", redis_url)
+    assert empty.returncode == 1 and "there is nothing to save" in empty.stderr
+    for folder in (stack, tmp_path / "none"):  # of `millrace up --state stack` the coordinator's is below it
+        wrong = backup("save", file, "--state-dir", folder)
+        assert wrong.returncode == 1 and f"{folder} is not the folder of a coordinator" in wrong.stderr
+    assert not file.exists() and not (tmp_path / "none").exists() and sorted(stack.iterdir()) == [stack / "coordinator"]
