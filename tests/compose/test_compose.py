@@ -4,10 +4,13 @@ Needs a Docker engine. With Compose v2 the job requires that rewards run in thei
 `deploy/sandbox.yml`. The project's name, port and volumes are this test's own, and are removed at its end.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,11 +36,12 @@ class Project:
     """One compose project, run from the repository's root."""
 
     def __init__(self, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-        self._environment = os.environ | {
+        self.url, self.port = f"http://127.0.0.1:{port}", port
+        self.name = f"millrace-test-{port}"
+        self.environment = os.environ | {
             "COMPOSE_FILE": ":".join(FILES),
             "COMPOSE_PROFILES": "cpu",
-            "COMPOSE_PROJECT_NAME": f"millrace-test-{port}",
+            "COMPOSE_PROJECT_NAME": self.name,
             "MILLRACE_HTTP_PORT": str(port),
             "OMP_NUM_THREADS": "1",
             "MILLRACE_TOKEN": TOKEN,
@@ -54,7 +58,7 @@ class Project:
 
     def _run(self, argv: list[str], timeout_s: float) -> str:
         done = subprocess.run(
-            argv, cwd=ROOT, env=self._environment, capture_output=True, text=True, timeout=timeout_s, check=False
+            argv, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=timeout_s, check=False
         )
         assert done.returncode == 0, f"{' '.join(argv)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout
@@ -118,6 +122,55 @@ def test_up_learn_scale_kill(project: Project) -> None:
     healthy = project.docker("ps", "--filter", "health=healthy", "--format", "{{.Names}}")
     for service in ("redis", "coordinator", "trainer"):
         assert service in healthy, f"{service} is not healthy: {healthy}"
+
+
+def test_the_coordinator_adds_replicas_and_gives_them_back(project: Project) -> None:
+    """It runs on the host, as it asks Docker for containers; trainer and replicas reach it at Docker's bridge."""
+    show = ("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}")
+    bridge, grpc_port = project.docker(*show).strip(), free_port()
+    with tempfile.TemporaryDirectory(prefix="millrace-", dir="/tmp") as name, contextlib.ExitStack() as held:
+        folder = Path(name)
+        folder.chmod(0o777)  # the containers' user writes checkpoints there
+        project.environment |= {
+            "MILLRACE_DATA": name,
+            "MILLRACE_COORDINATOR": f"{bridge}:{grpc_port}",
+            "MILLRACE_HOST": bridge,
+            "MILLRACE_PLAINTEXT": "1",
+            "MILLRACE_AUTOSCALE": "1:3",
+            "MILLRACE_SCALER": "compose:rollout",
+            "MILLRACE_SCALE_UP_S": "5",
+            "MILLRACE_SCALE_DOWN_S": "20",
+        }
+        project.compose("build", "trainer", "rollout", timeout_s=1500)
+        own = ["--http-port", str(project.port), "--grpc-host", bridge, "--grpc-port", str(grpc_port)]
+        command = [sys.executable, "-m", "services.coordinator", *own, "--state-dir", str(folder / "state")]
+        log = held.enter_context((folder / "log").open("w"))
+        coordinator = subprocess.Popen(command, cwd=ROOT, env=project.environment, stdout=log, stderr=log)
+        held.callback(coordinator.wait, 60)
+        held.callback(coordinator.terminate)
+        held.callback(project.compose, "down", "-v", "-t", "20")  # before the folder is removed
+        client = Client(project.url, TOKEN)
+        until("the coordinator answers", client.ready, 120)
+        project.compose("up", "-d", "--no-deps", "trainer", "rollout")
+        until("trainer and replica joined", lambda: client.fleet().trainers and client.fleet().replicas, 180)
+        demo = ("run", "--rm", "--no-deps", "-T", "trainer", "python3", "-m", "millrace.demo.prepare", f"{name}/demo")
+        project.compose(*demo)
+        spec = json.loads((folder / "demo" / "job.json").read_text())
+        spec["schedule"] |= {"steps": 100_000, "max_staleness": 2}
+        spec["rollout"]["engine_options"] = {"vllm": {"max_num_seqs": 2}, "transformers": {"max_num_seqs": 2}}
+        job = client.submit(spec)
+        until("three replicas serve", lambda: len(serving(client)) == 3, 600)
+        client.cancel(job.id)
+        until("the job ended", lambda: client.job(job.id).state == "cancelled", 60)
+        count = ("ps", "--quiet", "--filter", f"label=com.docker.compose.project={project.name}")
+        one = (*count, "--filter", "label=com.docker.compose.service=rollout")
+        until("one replica is left", lambda: len(project.docker(*one).split()) == 1, 600)
+        until("it alone is in the fleet", lambda: len(client.fleet().replicas) == 1, 60)
+        ledger = client.ledger(job.id)
+        assert set(ledger.reasons) <= {"job_cancelled"}, "no prompt was lost"
+        assert ledger.issued == ledger.trained + ledger.dropped
+        scaled = [event.data for event in client.events(job.id, follow=False) if event.kind == "replicas.scaled"]
+        assert max(each.wanted for each in scaled) == 3
 
 
 def test_the_coordinators_image_has_no_torch_and_runs_as_nobody_special(project: Project) -> None:

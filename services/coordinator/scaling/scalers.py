@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import ssl
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -109,18 +110,36 @@ class SlurmScaler:
 
 
 class ComposeScaler:
-    """The containers of a service, by `docker compose OPTIONS up --scale`."""
+    """The containers of a service, by `docker compose OPTIONS up --scale`, or by `docker-compose` (1.29) if Docker has
+    no plugin of Compose."""
 
     def __init__(self, options: Sequence[str], service: str) -> None:
-        self._command, self._service = ("docker", "compose", *options), service
+        self._options, self._service = tuple(options), service
+        self._program: tuple[str, ...] = ()
 
     async def current(self) -> int:
-        listed = await _ran([*self._command, "ps", "--quiet", "--status=running", self._service])
-        return len(listed.split())
+        ids = (await self._compose("ps", "--quiet", self._service)).split()
+        if not ids:
+            return 0
+        # Compose 1.29 lists containers that were stopped by hand too. One that restarts is to stay.
+        states = await _ran(["docker", "inspect", "--format={{.State.Status}}", *ids])
+        return sum(state in ("running", "restarting") for state in states.split())
 
     async def set(self, wanted: int) -> None:
         scale = ("--detach", "--no-deps", "--no-recreate", "--scale", f"{self._service}={wanted}", self._service)
-        await _ran([*self._command, "up", *scale], COMPOSE_S)
+        await self._compose("up", *scale, within_s=COMPOSE_S)
+
+    async def _compose(self, *words: str, within_s: float = COMMAND_S) -> str:
+        if not self._program:
+            try:
+                await _ran(["docker", "compose", "version"])
+            except Unavailable:
+                if shutil.which("docker-compose") is None:
+                    raise
+                self._program = ("docker-compose",)
+            else:
+                self._program = ("docker", "compose")
+        return await _ran([*self._program, *self._options, *words], within_s)
 
 
 class KubernetesScaler:

@@ -164,14 +164,23 @@ def test_kubernetes_scales_by_the_scale_subresource(tmp_path: Path, monkeypatch:
 
 
 PROGRAM = """#!{python}
-# A `docker` that knows two commands of compose, and keeps the number of containers in a file.
+# A `docker` and a `docker-compose` that know two commands of compose, and keep the number of containers in a file.
 import pathlib, sys
 state, arguments = pathlib.Path({state!r}), sys.argv[1:]
-assert arguments[:3] == ["compose", "--file", "my stack.yml"], arguments
 count = int(state.read_text())
-if arguments[3] == "ps":
-    print("".join(f"{{number:064x}}\\n" for number in range(count)), end="")
-elif arguments[3] == "up" and arguments[-1] == "rollout":
+if arguments[0] == "inspect":
+    assert len(arguments) == 3 + count, arguments
+    print("restarting", *["running"] * (count - 1), "exited", sep="\\n")
+    sys.exit()
+if pathlib.Path(sys.argv[0]).name == "docker":
+    if arguments.pop(0) != "compose" or not {plugin}:
+        sys.exit("docker: unknown command: docker compose")
+    if arguments == ["version"]:
+        sys.exit()
+assert arguments[:2] == ["--file", "my stack.yml"], arguments
+if arguments[2] == "ps":
+    print("".join(f"{{number:064x}}\\n" for number in range(count + 1)), end="")
+elif arguments[2] == "up" and arguments[-1] == "rollout":
     wanted = int(arguments[arguments.index("--scale") + 1].removeprefix("rollout="))
     if wanted > 3:
         sys.exit("no space left on device")
@@ -181,10 +190,13 @@ else:
 """
 
 
-def test_compose_scales_a_service_by_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("plugin", [True, False])
+def test_compose_scales_a_service_by_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugin: bool) -> None:
     (tmp_path / "count").write_text("1")
-    (tmp_path / "docker").write_text(PROGRAM.format(python=sys.executable, state=str(tmp_path / "count")))
-    (tmp_path / "docker").chmod(0o755)
+    for name in ("docker", *([] if plugin else ["docker-compose"])):
+        program = PROGRAM.format(python=sys.executable, state=str(tmp_path / "count"), plugin=plugin)
+        (tmp_path / name).write_text(program)
+        (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     scaled = scaler("compose:--file 'my stack.yml' rollout", "")
 
@@ -199,7 +211,15 @@ def test_compose_scales_a_service_by_the_command(tmp_path: Path, monkeypatch: py
     asyncio.run(play())
     (tmp_path / "docker").unlink()
     with pytest.raises(InvalidState, match="docker cannot be run"):
-        asyncio.run(scaled.current())
+        asyncio.run(scaler("compose:rollout", "").current())
+    if not plugin:
+        (tmp_path / "docker").write_text(
+            PROGRAM.format(python=sys.executable, state=str(tmp_path / "count"), plugin=False)
+        )
+        (tmp_path / "docker").chmod(0o755)
+        (tmp_path / "docker-compose").unlink()
+        with pytest.raises(Unavailable, match="unknown command: docker compose"):
+            asyncio.run(scaler("compose:rollout", "").current())
 
 
 def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
