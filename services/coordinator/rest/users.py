@@ -79,7 +79,7 @@ def bearer(expected: str, users: Users) -> Callable[..., Awaitable[None]]:
         needed = ROLES[request.method, request.scope["route"].path]
         if not caller.role.allows(needed):
             what = f"{request.method} {request.url.path}: needs the role {needed}, and this token has {caller.role}."
-            raise Forbidden(what, "ask an admin for a token with that role: `millrace users token NAME`.")
+            raise Forbidden(what, f"ask an admin for a token of it: `millrace users token NAME --role {needed}`.")
 
     async def _caller(token: str) -> Caller:
         if not expected:
