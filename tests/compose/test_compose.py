@@ -167,7 +167,7 @@ def test_the_coordinator_adds_replicas_and_gives_them_back(project: Project) -> 
         count = ("ps", "--quiet", "--filter", f"label=com.docker.compose.project={project.name}")
         one = (*count, "--filter", "label=com.docker.compose.service=rollout")
         until("one replica is left", lambda: len(project.docker(*one).split()) == 1, 600)
-        until("it alone is in the fleet", lambda: len(client.fleet().replicas) == 1, 60)
+        until("it alone serves", lambda: len(serving(client)) == 1, 60)
         ledger = client.ledger(job.id)
         assert set(ledger.reasons) <= {"job_cancelled"}, "no prompt was lost"
         assert ledger.issued == ledger.trained + ledger.dropped
