@@ -14,6 +14,7 @@ import pytest
 from millrace.client import Client
 from millrace.errors import InvalidJob, InvalidState, MillraceError, NotFound, Unavailable
 from millrace.rest import JobState
+from millrace.spec import parse
 
 JOB = {
     "id": "job-0123456789ab",
@@ -158,6 +159,23 @@ def test_submission_carries_key_and_token(coordinator: Coordinator) -> None:
     assert first["idempotency-key"] == "once" and first["authorization"] == "Bearer secret"
     assert len({second["idempotency-key"], third["idempotency-key"], "once"}) == 3
     assert json.loads(coordinator.asked[0][3]) == {"name": "demo"}
+
+
+def test_a_spec_is_sent_without_defaults_which_an_older_coordinator_may_not_know(coordinator: Coordinator) -> None:
+    given = {
+        "name": "sums",
+        "model": {"path": "/model"},
+        "data": {"files": ["/train.parquet"]},
+        "algorithm": {"preset": "dapo", "policy_loss": {"name": "clip", "options": {"clip_low": 0.1}}},
+    }
+    spec = parse(given)
+    coordinator.answers["/v1/jobs"] = [(201, JOB)]
+    with Client(coordinator.url) as client:
+        client.submit(spec)
+        client.submit(given)
+    sent, as_given = (json.loads(body) for *_, body in coordinator.asked if body)
+    assert sent.keys() == given.keys() == as_given.keys() and sent["data"] == given["data"]
+    assert parse(sent) == spec
 
 
 def test_a_broken_connection_is_tried_again_with_the_same_key(coordinator: Coordinator) -> None:

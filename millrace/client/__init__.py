@@ -11,6 +11,7 @@ Every call has a deadline. While the coordinator does not answer, or does not re
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,9 +65,10 @@ class Client(Connection):
     def submit(self, spec: JobSpec | Mapping[str, Any], key: str | None = None) -> JobView:
         """Submits a job. A second call with the same `key` submits nothing: it returns the job of the first call.
 
-        Raises InvalidJob, with every mistake in the spec.
+        Of a JobSpec the fields that differ from their defaults are sent, which a coordinator of an earlier release
+        reads too. Raises InvalidJob, with every mistake in the spec.
         """
-        tree = dict(spec) if isinstance(spec, Mapping) else spec.model_dump(mode="json")
+        tree = dict(spec) if isinstance(spec, Mapping) else json.loads(spec.without_defaults())
         headers = {"Idempotency-Key": key or secrets.token_hex(16)}
         return self._view(JobView, "POST", "/v1/jobs", json=tree, headers=headers)
 

@@ -71,6 +71,13 @@ class JobSpec(StrictModel):
         """Reads specs of earlier releases too."""
         return migrated(tree) if isinstance(tree, Mapping) else tree
 
+    def without_defaults(self) -> str:
+        """The fields that differ from their defaults, as JSON. A service of an earlier release refuses fields that it
+        does not know, and so takes every job that does not use one."""
+        short = self.model_dump_json(exclude_defaults=True)
+        # A default that says something else than a missing field, which a preset could fill, has to be sent.
+        return short if JobSpec.model_validate_json(short) == self else self.model_dump_json()
+
     def pool(self, name: str) -> Pool | None:
         """The pool of that name; None if there is none."""
         return next((pool for pool in self.pools if pool.name == name), None)

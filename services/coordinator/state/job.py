@@ -164,13 +164,9 @@ class JobRecord:
 
     @cached_property
     def spec_for_members(self) -> str:
-        """The spec as trainer and replicas get it: without the fields that have their defaults. A member of an earlier
-        release refuses fields that it does not know, and so serves every job that does not use one."""
+        """The spec as trainer and replicas get it: without the fields that have their defaults."""
         schedule = self.spec.schedule.model_copy(update={"partition": None, "priority": 0})  # of no use to a member
-        spec = self.spec.model_copy(update={"schedule": schedule})
-        short = spec.model_dump_json(exclude_defaults=True)
-        # A default that says something else than a missing field, which a preset could fill, has to be sent.
-        return short if JobSpec.model_validate_json(short) == spec else spec.model_dump_json()
+        return self.spec.model_copy(update={"schedule": schedule}).without_defaults()
 
     @property
     def place(self) -> str:
