@@ -147,9 +147,10 @@ def test_the_coordinator_adds_replicas_and_gives_them_back(project: Project) -> 
         command = [sys.executable, "-m", "services.coordinator", *own, "--state-dir", str(folder / "state")]
         log = held.enter_context((folder / "log").open("w"))
         coordinator = subprocess.Popen(command, cwd=ROOT, env=project.environment, stdout=log, stderr=log)
+        # The coordinator ends first: it would start a replica in place of those that go. The folder is removed last.
+        held.callback(project.compose, "down", "-v", "-t", "20")
         held.callback(coordinator.wait, 60)
         held.callback(coordinator.terminate)
-        held.callback(project.compose, "down", "-v", "-t", "20")  # before the folder is removed
         client = Client(project.url, TOKEN)
         until("the coordinator answers", client.ready, 120)
         project.compose("up", "-d", "--no-deps", "trainer", "rollout")
