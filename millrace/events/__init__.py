@@ -41,6 +41,7 @@ from millrace.events.members import (
     ScalingReason,
     TrainerConfigured,
     TrainerConfiguring,
+    TrainerLeft,
     TrainerLost,
     TrainerOutOfMemory,
 )
@@ -103,6 +104,7 @@ __all__ = [
     "TrackerFailed",
     "TrainerConfigured",
     "TrainerConfiguring",
+    "TrainerLeft",
     "TrainerLost",
     "TrainerOutOfMemory",
     "TrainingWarning",
@@ -127,6 +129,7 @@ Payload = (
     | TrainerConfiguring
     | TrainerConfigured
     | TrainerLost
+    | TrainerLeft
     | TrainerOutOfMemory
     | MemberJoined
     | MemberConfigured

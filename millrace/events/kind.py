@@ -14,6 +14,7 @@ class EventKind(StrEnum):
     TRAINER_CONFIGURING = "trainer.configuring"
     TRAINER_CONFIGURED = "trainer.configured"
     TRAINER_LOST = "trainer.lost"
+    TRAINER_LEFT = "trainer.left"
     TRAINER_OUT_OF_MEMORY = "trainer.out_of_memory"
     MEMBER_JOINED = "member.joined"
     MEMBER_CONFIGURED = "member.configured"

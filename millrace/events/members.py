@@ -46,6 +46,14 @@ class TrainerLost(EventData):
     setbacks: int = Field(description="How many times in a row the trainer was lost at this step.")
 
 
+class TrainerLeft(EventData):
+    """The trainer was drained or stopped. The job waits for a trainer and continues."""
+
+    kind: Literal[EventKind.TRAINER_LEFT] = EventKind.TRAINER_LEFT
+    member: MemberId
+    step: int = Field(description="Steps trained so far.")
+
+
 class TrainerOutOfMemory(EventData):
     """A rank of the trainer had no memory left. The step is made again with a smaller token budget, which the job keeps
     (`trainer.on_out_of_memory: halve_budget`)."""

@@ -82,6 +82,9 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no typ
         self._leader = 0
         """Highest epoch of a coordinator that called."""
         self._calls = 0
+        self.idle = asyncio.Event()
+        """Set while no call is in progress."""
+        self.idle.set()
         self._tally = Tally()
 
     async def intercept_service(
@@ -130,6 +133,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no typ
     async def _call(self, context: grpc.aio.ServicerContext, method: str) -> AsyncIterator[None]:
         """One call in progress, within the caller's span; an error ends it with a status."""
         self._calls += 1
+        self.idle.clear()
         enter(incoming(dict(context.invocation_metadata() or ())))
         began, code = time.perf_counter(), grpc.StatusCode.OK
         try:
@@ -152,6 +156,8 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no typ
             await context.abort(*status)
         finally:
             self._calls -= 1
+            if not self._calls:
+                self.idle.set()
             self._observe(method, code.name, time.perf_counter() - began)
 
     def _check_leader(self, epoch: str) -> None:

@@ -1,5 +1,7 @@
 """The gRPC server of every service: health, reflection, its log, the gate, limits, a stop that drains."""
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
@@ -92,6 +94,12 @@ class Server:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *self._names):
             await self._health.set(name, status)
+
+    async def answered(self, within_s: float) -> None:
+        """Returns once no call is in progress, or after `within_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._gate.idle.wait()
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Takes no new calls, waits at most `grace_s` for those in progress, then ends them."""

@@ -5,7 +5,7 @@ import type { Axis, Mark } from "./parts/chart";
 import type { Event, EventKind } from "./rest";
 
 const COLORS: Partial<Record<EventKind, string>> = {
-  "checkpoint.saved": "good", "training.warning": "warm", "member.out": "warm", "job.rewound": "bad", "trainer.lost": "bad",
+  "checkpoint.saved": "good", "training.warning": "warm", "member.out": "warm", "trainer.left": "warm", "job.rewound": "bad", "trainer.lost": "bad",
   "trainer.out_of_memory": "bad", "publication.failed": "bad", "checkpoint.failed": "bad",
 };
 /* Most marks of one chart: the newest. */

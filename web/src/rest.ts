@@ -104,11 +104,11 @@ export interface Event {
   id: string;
   time_s: number;
   message: string;
-  data: JobMoved | JobWaiting | JobRewound | JobStopping | DataOpened | TrainerConfiguring | TrainerConfigured | TrainerLost | TrainerOutOfMemory | MemberJoined | MemberConfigured | MemberFailed | MemberJoining | MemberOut | MemberDied | ReplicasScaled | PromptDropped | LeaseExpired | GroupStale | GroupDropped | StepDone | TrainingWarning | PublicationDone | PublicationFailed | EvaluationDone | CheckpointSaved | CheckpointBest | CheckpointFailed | CheckpointCopied | CheckpointCopyFailed | TrackerFailed | ReportFailed | WebhookFailed | OtherRelease;
+  data: JobMoved | JobWaiting | JobRewound | JobStopping | DataOpened | TrainerConfiguring | TrainerConfigured | TrainerLost | TrainerLeft | TrainerOutOfMemory | MemberJoined | MemberConfigured | MemberFailed | MemberJoining | MemberOut | MemberDied | ReplicasScaled | PromptDropped | LeaseExpired | GroupStale | GroupDropped | StepDone | TrainingWarning | PublicationDone | PublicationFailed | EvaluationDone | CheckpointSaved | CheckpointBest | CheckpointFailed | CheckpointCopied | CheckpointCopyFailed | TrackerFailed | ReportFailed | WebhookFailed | OtherRelease;
   kind: EventKind | string;
 }
 
-export type EventKind = "job.state" | "job.waiting" | "job.rewound" | "job.stopping" | "data.opened" | "trainer.configuring" | "trainer.configured" | "trainer.lost" | "trainer.out_of_memory" | "member.joined" | "member.configured" | "member.failed" | "member.joining" | "member.out" | "member.died" | "replicas.scaled" | "prompt.dropped" | "lease.expired" | "group.stale" | "group.dropped" | "step.done" | "training.warning" | "publication.done" | "publication.failed" | "evaluation.done" | "checkpoint.saved" | "checkpoint.best" | "checkpoint.failed" | "checkpoint.copied" | "checkpoint.copy_failed" | "tracker.failed" | "report.failed" | "webhook.failed";
+export type EventKind = "job.state" | "job.waiting" | "job.rewound" | "job.stopping" | "data.opened" | "trainer.configuring" | "trainer.configured" | "trainer.lost" | "trainer.left" | "trainer.out_of_memory" | "member.joined" | "member.configured" | "member.failed" | "member.joining" | "member.out" | "member.died" | "replicas.scaled" | "prompt.dropped" | "lease.expired" | "group.stale" | "group.dropped" | "step.done" | "training.warning" | "publication.done" | "publication.failed" | "evaluation.done" | "checkpoint.saved" | "checkpoint.best" | "checkpoint.failed" | "checkpoint.copied" | "checkpoint.copy_failed" | "tracker.failed" | "report.failed" | "webhook.failed";
 
 /** A number that speaks for a finding. */
 export interface FigureView {
@@ -683,6 +683,13 @@ export interface TrainerConfigured {
 export interface TrainerConfiguring {
   kind: "trainer.configuring";
   member: string;
+}
+
+/** The trainer was drained or stopped. The job waits for a trainer and continues. */
+export interface TrainerLeft {
+  kind: "trainer.left";
+  member: string;
+  step: number;
 }
 
 /** The trainer died or does not answer. The job waits for a trainer and continues. */

@@ -16,6 +16,14 @@ class TrainerLost(Unavailable):
     finds out what the trainer holds."""
 
 
+class TrainerLeft(TrainerLost):
+    """The trainer was asked to leave: it drains, or has left. That is nobody's failure."""
+
+    def __init__(self, member: Member) -> None:
+        super().__init__(f"{member.id} was asked to leave.", "start another trainer.")
+        self.member = member.id
+
+
 class Trainer:
     """Calls the trainer that was in charge at the last `take`, and no other."""
 
@@ -51,20 +59,33 @@ class Trainer:
     def member(self) -> Member:
         """The trainer in charge. Raises TrainerLost if there is none, or another one than at the last `take`."""
         member = self._fleet.trainer
+        if self._taken is not None and self._taken.leaves:
+            raise TrainerLeft(self._taken)
         if member is None:
             raise TrainerLost("there is no trainer in the fleet.", "start one.")
         if self._taken is not None and member is not self._taken:
             raise TrainerLost(f"{member.id} is the trainer now, in place of {self._taken.id}.")
         return member
 
+    def check(self) -> None:
+        """Raises TrainerLeft if the trainer was asked to leave, TrainerLost if another one has taken over."""
+        if self._taken is not None and self._taken.leaves:
+            raise TrainerLeft(self._taken)
+        if self._fleet.trainer is not None and self.holds is None:
+            raise TrainerLost("another trainer has taken over.")
+
     async def call(self, method: Unary[Request, Response], request: Request) -> Response:
-        """Calls the trainer. Raises TrainerLost if it cannot be reached or holds another job or version."""
-        member = self.member
+        """Calls the trainer. Raises TrainerLost if it cannot be reached or holds another job or version; TrainerLeft if
+        it drains or has left: one that drains only says how the checkpoint ended that it is writing."""
+        drains = self._taken is not None and self._taken.draining and method.key == TrainerRpc.FinishSave.key
+        member = self._taken if self._taken is not None and drains else self.member
         try:
             return await self._fleet.call(member, method, request)
         except (Unavailable, Fenced) as error:
-            self.holds = None
+            self._held = None
             await self._fleet.suspect(member)
+            if member.leaves:
+                raise TrainerLeft(member) from error
             raise TrainerLost(error.what, error.fix) from error
 
     async def status(self) -> trainer_pb2.TrainerStatus:

@@ -18,7 +18,7 @@ from millrace.drops import DropReason
 from millrace.errors import MillraceError, Unavailable
 from millrace.ids import JobId
 from millrace.rest import JobState
-from services.coordinator.fleet.trainer import TrainerLost
+from services.coordinator.fleet.trainer import TrainerLeft, TrainerLost
 from services.coordinator.jobs.loop import train
 from services.coordinator.jobs.placing import Placing
 from services.coordinator.jobs.waiting import JobViews, WaitingEvents
@@ -100,6 +100,9 @@ class Runner:
             raise
         except Cancelled as cancelled:
             await self._end(job.id, run, JobState.CANCELLED, str(cancelled), DropReason.JOB_CANCELLED)
+        except TrainerLeft as left:
+            await self._handed_over(job, run, left)
+            goes_on = True
         except TrainerLost as lost:
             goes_on = await self._set_back(job, run, lost)
         except MillraceError as error:
@@ -149,6 +152,15 @@ class Runner:
                 each.cancel()
             await asyncio.gather(*begun, return_exceptions=True)
             await asyncio.to_thread(run.close)
+
+    async def _handed_over(self, job: JobRecord, run: Run | None, left: TrainerLeft) -> None:
+        """Waits for the checkpoint that a trainer that drains is writing: the next one begins with it. A trainer that
+        was asked to leave is not counted."""
+        if run is not None:
+            with contextlib.suppress(TrainerLost):
+                await recover(run)
+        event = events.TrainerLeft(member=left.member, step=run.job.step if run else job.step)
+        await self._components.events.add(job.id, event, str(left))
 
     async def _set_back(self, job: JobRecord, run: Run | None, lost: TrainerLost) -> bool:
         """Waits before the loop starts again. A job that loses its trainer repeatedly at the same step fails. Answers

@@ -18,7 +18,7 @@ from millrace.telemetry.spans.context import TraceContext
 from millrace.trackers import Tracker
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.partition import Partition
-from services.coordinator.fleet.trainer import Trainer, TrainerLost
+from services.coordinator.fleet.trainer import Trainer
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.span_store import SpanStore
@@ -213,8 +213,7 @@ class Run:
         """Called while groups are waited for. Raises TrainerLost if another trainer has taken over: replicas may be
         waiting for its weights. Raises Unavailable if no replica of a pool has served the job for too long, or all
         of them died too often while they worked for it."""
-        if self.components.fleet.trainer is not None and self.components.trainer.holds is None:
-            raise TrainerLost("another trainer has taken over.")
+        self.components.trainer.check()
         deaths = await self.components.store.deaths(self.job.id).all()
         for pool, without in self._without_replicas.items():
             self._check_deaths(pool, deaths.of_pool(pool))

@@ -205,6 +205,11 @@ class Member:
         return cls(**{**tree, "kind": MemberKind(tree["kind"]), "configured": configured, "weights": weights})
 
     @property
+    def leaves(self) -> bool:
+        """Whether it was asked to leave, and drains or has left."""
+        return self.left or (self.draining and not self.gone.is_set())
+
+    @property
     def died(self) -> bool:
         """Whether it is gone, and not because somebody asked it to leave."""
         return self.gone.is_set() and not self.left
@@ -239,7 +244,7 @@ class Member:
     @property
     def state(self) -> MemberState:
         if self.gone.is_set():
-            return MemberState.LEFT if self.left and self.draining else MemberState.LOST
+            return MemberState.LEFT if self.left else MemberState.LOST
         if self.draining:
             return MemberState.DRAINING
         if self.configuring:

@@ -92,6 +92,8 @@ class TrainerMetrics:
 
 
 log = structlog.get_logger(__name__)
+ANSWERED_S = 5.0
+"""Longest wait, after a drain, until the calls in progress have their answers."""
 
 
 class RankZero:
@@ -166,12 +168,22 @@ class RankZero:
         await self._ended.wait()
         if not self._failure:
             log.info("draining")
+            await membership.drain()  # before calls are refused: nobody takes that for a failure then
             await self._trainer.drain()
-        await server.stop()
+        await self._leave(server, membership, member)
         metrics.close()
-        member.cancel()
-        await membership.leave(self._failure or "drained", failed=bool(self._failure))
         await coordinator.close()
+
+    async def _leave(self, server: Server, membership: Membership, member: asyncio.Task[None]) -> None:
+        """One that has drained leaves while its address still takes connections, so that it is not found dead. One that
+        has failed tells its caller why before its fleet hears of it."""
+        if failed := bool(self._failure):
+            await server.stop()
+        else:
+            await server.answered(ANSWERED_S)
+        member.cancel()
+        await membership.leave(self._failure or "drained", failed=failed)
+        await server.stop()
 
     def drain(self) -> None:
         """Ends the trainer after the call that runs and the checkpoint that is being written. From any thread."""

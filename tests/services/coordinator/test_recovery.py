@@ -13,8 +13,10 @@ from millrace.client import Client
 from millrace.contracts.methods import FleetRpc
 from millrace.contracts.v1 import fleet_pb2
 from millrace.errors import InvalidState, Unavailable
+from millrace.events import EventKind
 from millrace.rest import JobState
 from services.coordinator.redis_server import RedisServer
+from services.coordinator.state.faults import TRAINER_BUDGET
 from services.coordinator.store.connection import Connection
 from tests.services.coordinator.cluster import Cluster, scenario, until
 from tests.services.coordinator.conftest import CoordinatorProcess
@@ -404,6 +406,41 @@ async def test_a_trainer_that_is_drained_leaves_the_job_to_the_one_that_stands_b
     assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
     assert await cluster.events(job_id, "publication.failed") == []
     await trained_once(cluster, job_id, second)
+    await first.leave()
+    assert [event.data.member for event in await cluster.events(job_id, "trainer.left")] == [first.id]
+    await none_died(cluster, job_id, first)
+
+
+async def none_died(cluster: Cluster, job_id: str, *left: SimulatedTrainer) -> None:
+    """The trainers have left, and are charged to nobody."""
+    fleet = await asyncio.to_thread(cluster.coordinator.client.fleet)
+    assert [m.state for m in fleet.trainers if m.id in {one.id for one in left}] == ["left"] * len(left)
+    events = await cluster.events(job_id)
+    assert {event.kind for event in events} & {EventKind.MEMBER_DIED, EventKind.TRAINER_LOST} == set()
+
+
+@scenario
+async def test_trainers_may_be_drained_as_often_as_one_likes(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """More of them in one step than may be lost there. Each has left before its call is answered."""
+    job_id, left, _ = await cluster.submit(spec), list[SimulatedTrainer](), await cluster.replica()
+    for _ in range(TRAINER_BUDGET + 2):
+        trainer, told = await cluster.trainer(), asyncio.Event()
+
+        async def drains(_: object, trainer: SimulatedTrainer = trainer, told: asyncio.Event = told) -> None:
+            await trainer.coordinator.call(FleetRpc.Drain, fleet_pb2.DrainRequest(member_id=trainer.id))
+            told.set()
+            raise Unavailable("Step cannot begin: the trainer is draining.")
+
+        trainer.faults["Step"] = drains
+        await asyncio.wait_for(told.wait(), 30)
+        await trainer.leave()
+        left.append(trainer)
+    last = await cluster.trainer()
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert len(await cluster.events(job_id, "trainer.left")) == TRAINER_BUDGET + 2
+    await none_died(cluster, job_id, *left)
+    await trained_once(cluster, job_id, last)
 
 
 @scenario

@@ -22,7 +22,11 @@ class Script(FleetServicer, WorkServicer):
         self.groups: dict[str, common_pb2.Group] = {}
         self.members: dict[str, fleet_pb2.RegisterRequest] = {}
         self.registrations = 0
+        self.drained: list[str] = []
+        """Members that said that they drain."""
         self.left: list[fleet_pb2.LeaveRequest] = []
+        self.left_open: list[bool] = []
+        """Whether the address of each that left still took connections."""
         self.beats: list[fleet_pb2.HeartbeatRequest] = []
         self.refusal = ""
         self.drain = False
@@ -44,7 +48,18 @@ class Script(FleetServicer, WorkServicer):
         self.beats.append(request)
         return fleet_pb2.HeartbeatResponse(epoch=1, drain=self.drain)
 
+    async def Drain(self, request: fleet_pb2.DrainRequest, context: Any) -> fleet_pb2.DrainResponse:
+        self.drained.append(request.member_id)
+        return fleet_pb2.DrainResponse()
+
     async def Leave(self, request: fleet_pb2.LeaveRequest, context: Any) -> fleet_pb2.LeaveResponse:
+        host, _, port = self.members[request.member_id].address.rpartition(":")
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.close()
+            self.left_open.append(True)
+        except OSError:
+            self.left_open.append(False)
         self.left.append(request)
         return fleet_pb2.LeaveResponse()
 

@@ -45,12 +45,15 @@ def test_registers_beats_and_drains_in_the_middle_of_a_step(
         stepping = running.in_background(lambda: calls.step(2, script.groups, served.address))
         until(lambda: len(script.fetches) == 2, running)
         running.process.send_signal(signal.SIGTERM)
-        time.sleep(1.0)
-        assert running.process.poll() is None and not stepping.done()
-        script.hold.set()
+        try:
+            until(lambda: script.drained == [member.member_id], running)
+            assert running.process.poll() is None and not stepping.done()
+        finally:
+            script.hold.set()
         assert stepping.result(30).version == 2
         assert running.process.wait(30) == 0
-        assert [leave.member_id for leave in script.left] == [member.member_id]
+        assert [(leave.member_id, leave.failed) for leave in script.left] == [(member.member_id, False)]
+        assert script.left_open == [True], "it would be taken for dead"
 
 
 def test_the_coordinator_asks_it_to_drain(served: ScriptedCoordinator, tmp_path: Path) -> None:
