@@ -1,3 +1,3 @@
 """Millrace: what the three services share. Importing this package pulls in neither torch nor an engine."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

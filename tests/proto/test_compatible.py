@@ -2,7 +2,10 @@ import importlib.util
 import pathlib
 
 import pytest
+import yaml
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
+
+import millrace
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("compatible", ROOT / "proto/compatible.py")
@@ -59,6 +62,16 @@ def test_the_contracts_understand_every_release_of_their_protocol_version(now):
     folders = list(compatible.released(compatible.PROTOCOL_VERSION))
     assert next(folder.name for folder in folders) == "0.1"
     assert [change for folder in folders for change in compatible.breaks(compatible.contracts(folder), now)] == []
+
+
+def test_this_release_is_frozen_under_its_name():
+    """`make lint` and this file then find what a later change breaks: gone, with another number, of another type."""
+    folder = compatible.RELEASED / millrace.__version__.rpartition(".")[0]
+    assert folder in list(compatible.released(compatible.PROTOCOL_VERSION))
+    assert f'version = "{millrace.__version__}"' in (ROOT / "pyproject.toml").read_text()
+    chart = yaml.safe_load((ROOT / "deploy/helm/Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == millrace.__version__
+    assert f"\n## {millrace.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_releases_of_another_protocol_version_are_skipped():
