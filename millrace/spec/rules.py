@@ -13,6 +13,7 @@ from millrace.spec.algorithm import Algorithm
 from millrace.spec.job import PLACEHOLDER, PLACEHOLDERS, JobSpec
 from millrace.spec.lora import Lora
 from millrace.spec.pool_rules import broken_judges, broken_pools
+from millrace.spec.schedule import OF_EVALUATIONS
 from millrace.spec.trainer import CriticRun, ReferenceRun
 from millrace.trackers import WITH_KEY
 from millrace.validation import limits
@@ -72,7 +73,7 @@ def _schedule(spec: JobSpec) -> Iterator[Mistake]:
             reason = "only the last step is saved"
             yield _broken("schedule.keep_best", schedule.keep_best, reason, "set schedule.save_every_steps")
     for field, metric in named:
-        if metric.removeprefix("-").startswith(("evaluation/", "val-core/", "val-aux/")) and every == 0:
+        if metric.removeprefix("-").startswith(OF_EVALUATIONS) and every == 0:
             reason = "evaluation.every_steps is not given, so no step before the last has it"
             yield _broken(field, metric, reason, "set evaluation.every_steps")
     if stop is not None and stop.flat_steps is not None and stop.flat_steps < every:

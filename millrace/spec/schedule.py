@@ -13,6 +13,8 @@ from millrace.wire.deadlines import COMMIT_S, DEADLINES_S, FINISH_S
 
 HELD_OUT = "evaluation/held_out"
 """The step metric that is shown as held-out score."""
+OF_EVALUATIONS = ("evaluation/", "val-core/", "val-aux/")
+"""What the names of metrics of evaluations begin with."""
 
 
 StalenessOf = Literal["oldest", "mean", "versions"]

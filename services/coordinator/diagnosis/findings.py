@@ -167,7 +167,7 @@ METRICS: dict[Bottleneck, tuple[str, ...]] = {
     Bottleneck.QUEUE: ("timing_s/gen",),
     Bottleneck.MEMORY: ("timing_s/train", "publication/pause_s", "perf/max_memory_allocated_gb"),
     Bottleneck.STALENESS_BOUND: ("timing_s/gen", "timing_s/train", "response_length/max", "response_length/mean"),
-    Bottleneck.EVALUATION: ("timing_s/testing",),
+    Bottleneck.EVALUATION: ("timing_s/testing_wait", "timing_s/testing"),
     Bottleneck.CHECKPOINT: ("timing_s/save_checkpoint",),
 }
 """The step metrics that speak for a finding."""

@@ -4,10 +4,11 @@ Every stage reads what the store holds and does only what is missing. So the loo
 started again from the top: after a crash of the coordinator, of Redis or of the trainer.
 """
 
+from millrace.telemetry.spans.kinds import SpanKind
 from services.coordinator.stages.admit import admit
 from services.coordinator.stages.checkpoint import checkpoint, keep_best
 from services.coordinator.stages.configure import configure
-from services.coordinator.stages.evaluate import evaluate
+from services.coordinator.stages.evaluate import begin_evaluation, evaluate, evaluated_before, recall_evaluation
 from services.coordinator.stages.issue import issue
 from services.coordinator.stages.publish import publish
 from services.coordinator.stages.run import Run
@@ -21,8 +22,10 @@ async def train(run: Run) -> None:
     """Runs a job to its end. Raises Cancelled, TrainerLost, StoreDown, and MillraceError if the job fails."""
     # A rewind may have been interrupted; and a resumed job begins with one.
     if await run.prompts.undo():
-        await run.evaluation.forget()
+        await run.forget_evaluation()
         await run.components.fleet.grow()
+
+    await recall_evaluation(run)
 
     # The trainer loads the model, or says what it holds. After this, ledger and trainer agree on the version.
     await configure(run)
@@ -30,9 +33,13 @@ async def train(run: Run) -> None:
         await step(run, batch)
 
     while True:
+        # Replicas hold the version before until all of its held-out answers are there.
+        await evaluated_before(run, SpanKind.PUBLISH)
+
         # For the version that the trainer holds now.
         await publish(run)
         await run.heed()  # after the publication, so that replicas hold the current weights while the job is paused
+        await begin_evaluation(run)  # ahead of what is trained next, which goes on beside it
         if not run.done:
             await issue(run)
         await checkpoint(run)
@@ -48,4 +55,5 @@ async def train(run: Run) -> None:
 
         # From here to the next version.
         batch = await admit(run)
+        await evaluated_before(run, SpanKind.TRAIN)
         await step(run, batch)

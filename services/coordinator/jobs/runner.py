@@ -196,7 +196,7 @@ class Runner:
         job = await self._components.store.jobs.get(job_id)
         await self._components.store.prompts(job_id).close(job.step + 1, reason)
         if run is not None:
-            await run.evaluation.forget()
+            await run.forget_evaluation()
             with contextlib.suppress(TrainerLost):
                 await recover(run)
             await copies_done(run)

@@ -142,6 +142,13 @@ async def keep(records: Records, step: int) -> None:
             await _made(records, size, step - size, step, ())
 
 
+async def make_again(records: Records, step: int, newest: int) -> None:
+    """Makes the points that are kept and stand for `step` among others again: its row has changed."""
+    for size in LEVELS:
+        if (start := step - step % size) + size - 1 < newest:
+            await _made(records, size, start, newest, ())
+
+
 async def series(records: Records, keys: Sequence[str], first: int, last: int, newest: int, most: int) -> SeriesView:
     """Curves of the metrics `keys` from step `first` to `last` with at most `most` points."""
     found = await points(records, first, last, newest, keys)

@@ -170,7 +170,7 @@ async def _agree(run: Run, version: Version) -> None:
         run.components.queue.running_job = None  # no leases until the ledger has the trainer's version
         await track_again(run, version)
         rewound = await run.prompts.rewind(version)
-        await run.evaluation.forget()
+        await run.forget_evaluation()
         await run.components.fleet.grow()
         event = events.JobRewound(
             version=version,

@@ -10,7 +10,7 @@ from typing import Self
 from millrace.data import Order, PromptSource
 from millrace.errors import InvalidState, Unavailable
 from millrace.events import Payload
-from millrace.ids import Purpose
+from millrace.ids import Purpose, Version
 from millrace.rest import JobState
 from millrace.spec.job import JobSpec
 from millrace.spec.pool import ROLLOUT
@@ -94,6 +94,25 @@ class TimeWithoutReplicas:
         return self.seconds
 
 
+@dataclass(frozen=True)
+class Evaluating:
+    """An evaluation in progress."""
+
+    lineage: int
+    version: Version
+    """The version that all of its answers are of."""
+    step: int
+    """The step after which it is due, whose row gets its metrics."""
+    began_s: float
+    """Unix time."""
+    instead_of: int = -1
+    """The version whose evaluation was lost, so that this one is made in its place; -1: none."""
+
+
+EVALUATING = "evaluating"
+"""Names the note that says which evaluation is in progress."""
+
+
 @dataclass
 class Standby:
     """What the job's loop and the task that serves the trainers that stand by know of each other."""
@@ -121,6 +140,8 @@ class Run:
         self.joining = Joining(
             job, components.store, components.fleet, components.trainer, components.publisher, components.events
         )
+        self.evaluating: Evaluating | None = None
+        """The evaluation in progress."""
         self.saving: asyncio.Task[float | None] | None = None
         """Waits for the checkpoint that the trainer is writing."""
         self.copying: asyncio.Task[None] | None = None
@@ -172,17 +193,26 @@ class Run:
         """Reads the job's record again; leases and joining use its version from now on."""
         self.job = await self.components.store.jobs.get(self.job.id)
         self.joining.job = self.job
-        self.components.queue.running_job = RunningJob(self.weights, self.spec.schedule.max_staleness, self._terms)
+        evaluated = self.evaluating.version if self.evaluating else None
+        self.components.queue.running_job = RunningJob(
+            self.weights, self.spec.schedule.max_staleness, self._terms, evaluated
+        )
         self.components.fleet.bell.ring()
 
     async def tell(self, data: Payload, message: str) -> None:
         """Adds an event to the job's log."""
         await self.components.events.add(self.job.id, data, message)
 
-    async def add_to_row(self, values: dict[str, float]) -> None:
-        """Adds metrics to the row of the current step."""
-        earlier = await self.records.row(self.job.step)
-        await self.records.set_rows(step_row(self.job.step, values, earlier=earlier))
+    async def add_to_row(self, values: dict[str, float], step: int | None = None) -> None:
+        """Adds metrics to the row of a step; None: the current one."""
+        step = self.job.step if step is None else step
+        await self.records.set_rows(step_row(step, values, earlier=await self.records.row(step)))
+
+    async def forget_evaluation(self) -> None:
+        """Gives up the evaluation in progress, if there is one."""
+        self.evaluating = None
+        await self.records.set_note(EVALUATING, None)
+        await self.evaluation.forget()
 
     async def heed(self) -> None:
         """Carries out a pending request: raises Cancelled, or waits as long as the job is paused.

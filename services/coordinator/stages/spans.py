@@ -36,9 +36,10 @@ def traced(kind: SpanKind) -> Callable[[Stage[Rest, Answer]], Stage[Rest, Answer
 
 
 @contextmanager
-def stage_span(run: Run, kind: SpanKind) -> Iterator[None]:
-    """Records the block as a span of the step that it belongs to. A publication is the end of its step."""
-    step = step_of(run, kind)
+def stage_span(run: Run, kind: SpanKind, step: int | None = None) -> Iterator[None]:
+    """Records the block as a span of `step`; None: the one that the stage belongs to. A publication is the end of its
+    step."""
+    step = step_of(run, kind) if step is None else step
     context = step_context(run, step)
     began_s = run.step_began.setdefault(step, time.time())
     try:
@@ -70,10 +71,10 @@ def _close(run: Run, context: TraceContext, began_s: float) -> None:
     run.step_began = {context.step + 1: now}
 
 
-def close_groups(run: Run, groups: Sequence[GroupSummary], used_s: float) -> None:
-    """Records the ends of the traces of `groups`, which a step or an evaluation has used since the Unix time `used_s`:
-    how long each complete group waited for that, and its root."""
-    step, now = step_of(run, SpanKind.TRAIN), time.time()
+def close_groups(run: Run, groups: Sequence[GroupSummary], used_s: float, step: int | None = None) -> None:
+    """Records the ends of the traces of `groups`, which `step` (None: the next one), or an evaluation in its time, has
+    used since the Unix time `used_s`: how long each complete group waited for that, and its root."""
+    step, now = step_of(run, SpanKind.TRAIN) if step is None else step, time.time()
     of_step = step_context(run, step)
     for group in groups:
         root = TraceContext.parse(group.traceparent, job_id=run.job.id, step=step, group=group.prompt_id)

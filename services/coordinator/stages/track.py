@@ -71,12 +71,14 @@ async def track(run: Run) -> None:
         run.trackers = await _open_trackers(run)
     noted = await run.records.note(NOTE)
     sent = -1 if noted is None else noted
-    rows = await run.records.rows(sent, run.job.step)
-    samples = await run.records.samples_between(sent, run.job.step)
+    # A row is sent once, so it waits for the evaluation of its step.
+    last = run.job.step if run.evaluating is None else max(sent, run.evaluating.step - 1)
+    rows = await run.records.rows(sent, last)
+    samples = await run.records.samples_between(sent, last)
     for tracker in list(run.trackers):
         if not await _send(run, tracker, rows, samples):
             run.trackers.remove(tracker)
-    await run.records.set_note(NOTE, run.job.step)
+    await run.records.set_note(NOTE, last)
 
 
 async def track_again(run: Run, version: Version) -> None:

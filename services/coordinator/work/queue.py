@@ -317,7 +317,7 @@ def _why_idle(job: RunningJob, member: Member) -> str:
         return f"{member.id} drains"
     if member.pool != ROLLOUT:
         return f"{member.id} is of the pool {member.pool}, which generates nothing"
-    if not job.allows(member.weights, Purpose.TRAIN):
+    if not job.allows_any(member.weights):
         held = f"version {member.weights.version}" if member.weights else "no verified weights"
         return f"{member.id} holds {held}, the job is at version {job.weights.version}"
     return ""

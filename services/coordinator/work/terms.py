@@ -7,7 +7,7 @@ from typing import Self
 from millrace.admission.choices import needs_greedy_baseline, teacher_top
 from millrace.contracts.trajectories import within
 from millrace.contracts.v1 import work_pb2
-from millrace.ids import Purpose
+from millrace.ids import Purpose, Version
 from millrace.spec.job import JobSpec
 from services.coordinator.state.group import Wanted
 from services.coordinator.state.member import Weights
@@ -75,20 +75,28 @@ class RunningJob:
     """The version that the trainer holds."""
     max_staleness: int
     terms: LeaseTerms
+    evaluated: Version | None = None
+    """The version whose evaluation is in progress, which may be the one before; None: there is none."""
 
     def allows(self, held: Weights | None, purpose: Purpose) -> bool:
         """Whether a member that holds `held` may generate for `purpose`."""
         current = self.weights
         if held is None or (held.job_id, held.lineage) != (current.job_id, current.lineage):
             return False
-        behind = current.version - held.version
-        return behind == 0 if purpose is Purpose.EVALUATION else 0 <= behind <= self.max_staleness
+        if purpose is Purpose.EVALUATION:
+            return held.version == self.evaluated
+        return 0 <= current.version - held.version <= self.max_staleness
+
+    def allows_any(self, held: Weights | None) -> bool:
+        """Whether a member that holds `held` may generate at all."""
+        return any(self.allows(held, purpose) for purpose in self.terms.purposes)
 
     def usable(self, parts: Sequence[work_pb2.Part], purpose: Purpose) -> list[work_pb2.Part]:
         """The parts that can still become what is asked for."""
+        if purpose is Purpose.EVALUATION:
+            return [] if self.evaluated is None else within(parts, self.evaluated, self.evaluated)
         newest = self.weights.version
-        oldest = 0 if self.terms.stale_parts else newest - self.max_staleness
-        return within(parts, newest if purpose is Purpose.EVALUATION else oldest, newest)
+        return within(parts, 0 if self.terms.stale_parts else newest - self.max_staleness, newest)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ STEP_SECONDS = "timing_s/step"
 UPDATE_WEIGHTS = "timing_s/update_weights"
 """The last of the values that a finished step always has."""
 TESTING = "timing_s/testing"
+TESTING_WAIT = "timing_s/testing_wait"
 STANDBY_COPY = "timing_s/copy_to_standbys"
 PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
 """The parts of a step that `timing_per_token_ms/{part}` is reported of."""
@@ -28,7 +29,18 @@ TIMING = (
     ),
     StepMetric("timing_s/train", SECONDS, COORDINATOR, "The trainer's step, all its parts, seen from the coordinator."),
     StepMetric(UPDATE_WEIGHTS, SECONDS, COORDINATOR, "The publication of the new weights, failed attempts included."),
-    StepMetric(TESTING, SECONDS, COORDINATOR, "The evaluation on held-out prompts, if one was due."),
+    StepMetric(
+        TESTING,
+        SECONDS,
+        COORDINATOR,
+        "The evaluation on held-out prompts, if one was due, until its last answer; training goes on beside it.",
+    ),
+    StepMetric(
+        TESTING_WAIT,
+        SECONDS,
+        COORDINATOR,
+        "How long the job waited for that evaluation: before it published the next version, or ended.",
+    ),
     StepMetric("timing_s/save_checkpoint", SECONDS, COORDINATOR, "How long the job waited for a checkpoint."),
     StepMetric(
         "timing_s/save_checkpoint_background",

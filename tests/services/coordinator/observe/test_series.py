@@ -100,6 +100,24 @@ def test_points_are_kept_as_soon_as_their_steps_are_over(redis_url: str) -> None
     asyncio.run(play())
 
 
+def test_what_comes_late_to_a_row_is_in_its_points(redis_url: str) -> None:
+    async def play() -> None:
+        async with filled(redis_url, 100) as (_, records, _id):
+            for step in range(101):
+                await series.keep(records, step)
+            before = await records.series([series.name(10, 90), series.name(10, 80)])
+            await records.set_rows(StepMetrics(step=99, time_s=1099.0, values=row(99).values | {"late": 7.0}))
+            await series.make_again(records, 99, 100)
+            found = await records.series([series.name(10, 90), series.name(10, 80), series.name(100, 0)])
+            assert found[1] == before[1] and found[0] != before[0]
+            for data in (found[0], found[2]):
+                assert data is not None and Point.from_json(data).values["late"] == (1, 7.0, 7.0, 7.0)
+            await series.make_again(records, 100, 100)
+            assert await records.series([series.name(10, 100)]) == [None], "its steps are not over"
+
+    asyncio.run(play())
+
+
 def test_a_rewind_forgets_the_points_of_its_steps(redis_url: str) -> None:
     async def play() -> None:
         async with filled(redis_url, 60) as (store, records, job_id):

@@ -39,7 +39,7 @@ def test_as_the_ledger_goes_back_nothing_is_leased_and_trackers_are_told_again()
         job=dataclasses.replace(a_job(), step=3, version=Version(3)),
         records=SimpleNamespace(batch=nothing, note=note, set_note=set_note),
         prompts=SimpleNamespace(rewind=rewind),
-        evaluation=SimpleNamespace(forget=nothing),
+        forget_evaluation=nothing,
         components=SimpleNamespace(queue=queue, trainer=SimpleNamespace(), fleet=SimpleNamespace(grow=nothing)),
         tell=nothing,
         refresh=nothing,

@@ -77,6 +77,7 @@ def a_run(store: Store, names: list[str], fault: str = "") -> Any:
         records=store.records(job.id),
         spec=SimpleNamespace(output="/nowhere", tracking=tracking, model_dump=lambda mode: {}),
         trackers=None,
+        evaluating=None,
         done=False,
         step_began={},
         groups_of_step=[],
@@ -105,6 +106,22 @@ def test_a_tracker_that_fails_costs_its_rows_only(redis_url: str, fault: str) ->
     began = time.monotonic()
     with_store(redis_url, scenario)
     assert time.monotonic() - began < 60.0
+
+
+def test_a_row_is_sent_when_the_evaluation_of_its_step_is_over(redis_url: str) -> None:
+    async def scenario(store: Store) -> None:
+        run = a_run(store, ["Told"])
+        for step in (0, 1):
+            await reaches(run, step)
+        run.evaluating = SimpleNamespace(step=2)
+        for step in (2, 3):
+            await reaches(run, step)
+            assert SENT == [0, 1] and await run.records.note(stage.NOTE) == 1
+        run.evaluating = None
+        await reaches(run, 4)
+        assert SENT == [0, 1, 2, 3, 4]
+
+    with_store(redis_url, scenario)
 
 
 def test_a_tracker_gets_the_key_that_is_named_and_is_left_out_without_it(

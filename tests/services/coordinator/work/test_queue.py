@@ -39,21 +39,24 @@ def weights(version: int, lineage: int = 0, job: str = JOB.id) -> Weights:
 
 
 @pytest.mark.parametrize(
-    ("held", "train", "evaluate"),
+    ("held", "train", "evaluated"),
     [
-        (None, False, False),
-        (weights(5), True, True),
-        (weights(4), True, False),
-        (weights(3), False, False),
-        (weights(6), False, False),
-        (weights(5, lineage=1), False, False),
-        (weights(5, job="job-other"), False, False),
+        (None, False, None),
+        (weights(5), True, 5),
+        (weights(4), True, 4),
+        (weights(3), False, 3),
+        (weights(6), False, 6),
+        (weights(5, lineage=1), False, None),
+        (weights(5, job="job-other"), False, None),
     ],
 )
-def test_leases_are_for_those_who_hold_the_version(held: Weights | None, train: bool, evaluate: bool) -> None:
-    job = RunningJob(weights(5), max_staleness=1, terms=TERMS)
-    assert job.allows(held, Purpose.TRAIN) is train
-    assert job.allows(held, Purpose.EVALUATION) is evaluate
+def test_leases_are_for_those_who_hold_the_version(held: Weights | None, train: bool, evaluated: int | None) -> None:
+    for version in (None, 3, 4, 5, 6):
+        job = RunningJob(weights(5), max_staleness=1, terms=TERMS, evaluated=version and Version(version))
+        assert job.allows(held, Purpose.TRAIN) is train
+        may = version is not None and version == evaluated
+        assert job.allows(held, Purpose.EVALUATION) is may
+        assert job.allows_any(held) is (train or may)
 
 
 def test_a_greedy_baseline_is_a_request_more() -> None:
@@ -74,7 +77,7 @@ class Desk:
         self.fleet = Fleet(store, Patience(1.0, 5.0))
         self.partition = Partition(self.fleet)
         self.queue = Queue(store, self.partition, Events(store), PrometheusMetrics())
-        self.queue.running_job = RunningJob(weights(0), 0, TERMS)
+        self.queue.running_job = RunningJob(weights(0), 0, TERMS, evaluated=Version(0))
 
     async def member(self, name: str = "rollout-a", port: int = 1) -> Member:
         await self.fleet.register(registration(name, port=port))
@@ -430,4 +433,6 @@ def test_parts_too_stale_to_be_trained_are_not_continued() -> None:
     job = RunningJob(weights(5), max_staleness=1, terms=TERMS)
     old, good, new = part(3), part(4), part(5)
     assert job.usable([old, good, new], Purpose.TRAIN) == [good, new]
-    assert job.usable([old, good, new], Purpose.EVALUATION) == [new]
+    for version, usable in ((5, [new]), (4, [good]), (None, [])):
+        job = dataclasses.replace(job, evaluated=version and Version(version))
+        assert job.usable([old, good, new], Purpose.EVALUATION) == usable
