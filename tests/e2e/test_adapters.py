@@ -1,4 +1,8 @@
-"""A job that begins with the adapter of another one."""
+"""A job that begins with the adapter of another one.
+
+`make test` has such adapters in the trainers' and engines' tests: tests/services/trainer/backends/megatron/test_lora.py
+and fsdp2/test_lora.py, tests/services/rollout/engines/test_adapter_places.py.
+"""
 
 from pathlib import Path
 
@@ -8,15 +12,15 @@ from safetensors.torch import load_file
 
 from tests.e2e.conftest import adds_up, finished
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param("fsdp2", "megatron"),
-        pytest.param("fsdp2", "fsdp2", marks=pytest.mark.matrix),
-        pytest.param("megatron", "fsdp2", marks=pytest.mark.matrix),
+        ("fsdp2", "megatron"),
+        ("fsdp2", "fsdp2"),
+        ("megatron", "fsdp2"),
     ],
 )
 def test_an_adapter_of_one_job_starts_another(before, after, client, job, tmp_path):

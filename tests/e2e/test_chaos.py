@@ -1,5 +1,5 @@
 """Faults at random instants in a real job, as `make chaos` does them: three seeds, few faults each. `make test` has
-the first fault of the first.
+one fault: the coordinator is killed.
 
 Whatever a seed finds is repeated with `python -m benchmarks.chaos --first SEED --seeds 1 --faults 3`.
 """
@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 SHAPE = Shape(faults=3)
 SEEDS = (46, 77, 81)
+COORDINATOR = 15
+"""A seed whose first fault kills the coordinator."""
 
 
 def test_the_seeds_kill_every_kind_of_process_at_every_staleness() -> None:
@@ -25,7 +27,7 @@ def test_the_seeds_kill_every_kind_of_process_at_every_staleness() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "faults"), [(SEEDS[0], 1), *(pytest.param(seed, 3, marks=pytest.mark.matrix) for seed in SEEDS)]
+    ("seed", "faults"), [(COORDINATOR, 1), *(pytest.param(seed, 3, marks=pytest.mark.matrix) for seed in SEEDS)]
 )
 def test_what_always_holds_holds_under_faults(seed: int, faults: int, tmp_path: Path) -> None:
     outcome = trial(seed, tmp_path, Shape(faults=faults), lambda struck: print(table.line(struck)))

@@ -1,4 +1,8 @@
-"""The coordinator is killed in the middle of a job: a model with attention on latents and experts, Megatron, vLLM."""
+"""The coordinator is killed in the middle of a job: a model with attention on latents and experts, Megatron, vLLM.
+
+`make test` kills the coordinator of a job in test_chaos.py, and has such a model with Megatron and vLLM in
+tests/services/trainer/backends/megatron/test_vllm.py.
+"""
 
 import os
 import signal
@@ -11,7 +15,7 @@ from tests.e2e.conftest import adds_up, finished, until
 from tests.models import byte_tokenizer
 from tests.services.trainer.backends.megatron import tiny
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(600)]
 
 ALL_EXPERTS = {"num_experts_per_tok": 8, "topk_group": 4}
 """Every token goes to all experts. Where a router chooses, two float32 kernels send about one of a million tokens to

@@ -147,6 +147,7 @@ def test_the_job_has_the_weights_of_one_without_a_kill(instants: list[Instant], 
     assert [name for name in whole if not torch.equal(killed[name], whole[name])] == []
 
 
+@pytest.mark.matrix  # the test above has trainers of one rank
 def test_millrace_up_keeps_a_trainer_of_two_ranks_ready(job: dict[str, Any], tmp_path: Path) -> None:
     """A rank of the one in the seat is killed. Its launcher starts it again, and then it stands by."""
     job["schedule"] |= {"steps": 12, "max_staleness": 0}

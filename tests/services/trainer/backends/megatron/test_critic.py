@@ -64,6 +64,7 @@ def test_trains_as_one_rank_of_the_other_backend_and_goes_on_from_its_checkpoint
         assert repeated[metric] == pytest.approx(together[metric], rel=1e-6), metric
 
 
+@pytest.mark.matrix  # tests/services/trainer/step/test_critic.py has such a critic on FSDP2
 def test_experts_and_a_critic_of_another_folder(two_ranks: TwoRanks, tmp_path: Path) -> None:
     """The values of a critic that was saved are those of the one that begins with it."""
     tiny.save("qwen3_moe", tmp_path / "model")
@@ -83,6 +84,7 @@ def test_experts_and_a_critic_of_another_folder(two_ranks: TwoRanks, tmp_path: P
     assert again["critic/vf_loss"] == pytest.approx(second["critic/vf_loss"], rel=1e-5)
 
 
+@pytest.mark.matrix  # tests/services/trainer/service/test_refusals.py has refusals after which it lives
 def test_a_folder_that_is_no_critic_is_refused_and_the_trainer_lives(
     two_ranks: TwoRanks, tied_model: Path, tmp_path: Path
 ) -> None:

@@ -1,10 +1,9 @@
 """Hugging Face, Megatron and vLLM, which gets its weights by publication, give the same log-probabilities for every
 architecture, in float32.
 
-For those of MATRIX `make test` has, in vLLM, Qwen3 in tests/services/rollout/engines/test_engines.py, and DeepSeek-V3
-with Megatron in tests/e2e/test_recovery.py. Qwen2 is a Qwen3 with other norms and biases, Mixtral
-a model of experts as Qwen3-MoE, Moonlight a DeepSeek-V3 without compressed queries, the text path of Qwen2.5-VL a
-Qwen2.
+`make test` has, in vLLM, DeepSeek-V3 here and Qwen3 in tests/services/rollout/engines/test_engines.py. Of MATRIX, Qwen2
+is a Qwen3 with other norms and biases, Qwen3-MoE and Mixtral are models of experts as DeepSeek-V3, Moonlight is one
+without compressed queries, the text path of Qwen2.5-VL a Qwen2.
 
 Of Qwen2.5-VL vLLM runs the text path as the Qwen2 that it is.
 """
@@ -31,7 +30,7 @@ pytestmark = [
 """The first test waits for both launches. To import vLLM here would take every worker of pytest a second."""
 
 BFLOAT16 = "deepseek_v3 in bfloat16"
-MATRIX = ("qwen2", "qwen3", "mixtral", "deepseek_v3", "moonlight", "qwen2_5_vl", BFLOAT16)
+MATRIX = ("qwen2", "qwen3", "qwen3_moe", "mixtral", "moonlight", "qwen2_5_vl", BFLOAT16)
 """What vLLM runs in `make test-all` only."""
 IN_VLLM = [pytest.param(kind, marks=[pytest.mark.matrix] * (kind in MATRIX)) for kind in (*KINDS, BFLOAT16)]
 Served = dict[str, tuple[PreTrainedModel, str]]
