@@ -3,7 +3,8 @@
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from millrace.cli.names import JobName, job_id
-from millrace.errors import InvalidState, wrong_value
-from millrace.rest import JobView, LedgerView, SampleView
+from millrace.client import Client
+from millrace.errors import InvalidState, NotFound, wrong_value
+from millrace.rest import ImageView, JobView, LedgerView, SampleView
 from millrace.rest.diagnosis import DiagnosisView, FindingView
 from millrace.telemetry.metrics.declaration import Unit
 from millrace.terminal.output import (
@@ -64,16 +66,22 @@ MAIN_METRICS = (
 def show(
     job: JobName,
     samples: Annotated[int, typer.Option(help="How many sampled answers to print.", min=0)] = 0,
+    images: Annotated[
+        Path | None, typer.Option(help="Folder to write the images of the printed answers' prompts to.")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", "-a", help="Print every metric of the last step.")] = False,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """Show one job: its state, its prompts, the metrics of its last step that matter most, and where its files are."""
+    if images is not None and not samples:
+        raise InvalidState("--images: is given without --samples.", "say of how many answers, such as --samples 3.")
     with connect(url) as client:
         view = client.job(job_id(client, job))
         ledger = client.ledger(view.id)
         metrics = client.metrics(view.id, after_step=max(0, view.step - 1))
         answers = client.samples(view.id, limit=samples) if samples else []
+        saved = save_images(client, view.id, answers, images) if images is not None else []
     if as_json:
         return print_json(
             {
@@ -81,6 +89,7 @@ def show(
                 "ledger": ledger.model_dump(),
                 "last_step": metrics[-1].model_dump(mode="json")["values"] if metrics else {},
                 "samples": [answer.model_dump(mode="json") for answer in answers],
+                **({"images": [asdict(each) for each in saved]} if images is not None else {}),
             }
         )
     console = people()
@@ -94,6 +103,48 @@ def show(
         console.print(every_metric(values) if every else main_metrics(values))
     for answer in answers:
         _print_sample(answer)
+    if images is not None:
+        console.print(f"\n{sum(not each.problem for each in saved)} images in {images.absolute()}", markup=False)
+    for each in saved:
+        if each.problem:
+            console.print(f"image {each.number} of prompt {each.prompt_id}: {each.problem}", style="red", markup=False)
+
+
+@dataclass(frozen=True)
+class SavedImage:
+    """One image of a prompt, as a file."""
+
+    prompt_id: str
+    number: int
+    path: str
+    """Empty if it could not be read."""
+    problem: str = ""
+    """Why it could not be read."""
+
+
+def save_images(client: Client, job: str, samples: Sequence[SampleView], folder: Path) -> list[SavedImage]:
+    """Writes the images of the samples' prompts to `folder`, each once, as PROMPT-NUMBER with the ending of its kind.
+    What the job's data does not have any more is told instead. Raises InvalidState for a folder that cannot be
+    written."""
+    saved: dict[tuple[str, int], SavedImage] = {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_written("--images", folder, error) from error
+    for sample in samples:
+        for place, image in enumerate(sample.images, 1):
+            if (sample.prompt_id, place) in saved:
+                continue
+            path = folder / f"{sample.prompt_id}-{place}.{image.media_type.rpartition('/')[2]}"
+            try:
+                file = client.image(job, sample.prompt_id, place, image.sha256)
+            except NotFound as error:
+                found = SavedImage(sample.prompt_id, place, "", str(error))
+            else:
+                write(path, file, "--images")
+                found = SavedImage(sample.prompt_id, place, str(path.absolute()))
+            saved[sample.prompt_id, place] = found
+    return list(saved.values())
 
 
 def main_metrics(values: Mapping[str, float]) -> Table:
@@ -145,6 +196,8 @@ def _print_sample(sample: SampleView) -> None:
         f"{sample.tokens} tokens of version {versions}, ended by {sample.stop_reason}"
     )
     console.print(sample.prompt, style="dim", markup=False)
+    for place, image in enumerate(sample.images, start=1):
+        console.print(f"[bold]image {place}[/]: {image_line(image)}", highlight=False)
     for place, turn in enumerate(sample.turns, start=1):
         summary = f"{turn.given_tokens} tokens given, {turn.sampled_tokens} sampled, reward {number(turn.reward)}"
         console.print(f"[bold]turn {place}[/]: {summary}, ended by {turn.stop_reason}")
@@ -153,6 +206,13 @@ def _print_sample(sample: SampleView) -> None:
         console.print(turn.answer, markup=False)
     if not sample.turns:
         console.print(sample.answer, markup=False)
+
+
+def image_line(image: ImageView) -> str:
+    """Kind, size and hash of an image, in one line."""
+    kind = image.media_type.rpartition("/")[2].upper() or "neither PNG, JPEG, WebP nor GIF"
+    size = f", {image.width} x {image.height} pixels" if image.width is not None else ""
+    return f"{kind}{size}, {image.bytes:,} bytes, sha256 {image.sha256[:16]}"
 
 
 Step = Annotated[int | None, typer.Option(min=0, help="A step; by default the last ten are judged.")]
@@ -236,21 +296,25 @@ def report(
     with connect(url) as client:
         contents = gather(client, job_id(client, job), samples)
     path = output if output is not None else Path(f"{contents.job.id}.html")
-    written = write(path, report_page(contents))
+    written = write(path, report_page(contents).encode())
     if as_json:
         return print_json({"path": str(path.absolute()), "bytes": written})
     people().print(f"{path.absolute()}  {written / 1e6:.1f} MB", markup=False)
 
 
-def write(path: Path, text: str) -> int:
-    """Writes the file, whole or not at all. Returns its size in bytes. Raises InvalidState."""
-    data = text.encode()
+def write(path: Path, data: bytes, option: str = "--output") -> int:
+    """Writes a file that the option names, or one in the folder that it names, whole or not at all. Returns its size in
+    bytes. Raises InvalidState."""
     part = path.with_name(f".{path.name}.part")
     try:
         part.write_bytes(data)
         os.replace(part, path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        wrong = wrong_value("--output", str(path), error.strerror or str(error), "name a file in a folder of yours.")
-        raise InvalidState(wrong.what, wrong.fix) from error
+        raise _not_written(option, path, error) from error
     return len(data)
+
+
+def _not_written(option: str, path: Path, error: OSError) -> InvalidState:
+    wrong = wrong_value(option, str(path), error.strerror or str(error), "name a file in a folder of yours.")
+    return InvalidState(wrong.what, wrong.fix)

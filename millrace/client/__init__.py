@@ -147,6 +147,12 @@ class Client(Connection):
         NotFound."""
         return self._views(SampleView, f"/v1/jobs/{job_id}/samples", step=step, limit=limit)
 
+    def image(self, job_id: str, prompt_id: str, number: int, sha256: str = "") -> bytes:
+        """The file of one image of a prompt, counted from 1; with `sha256` it has that hash. Raises NotFound if the
+        job's data does not have it any more, or if it is neither PNG, JPEG, WebP nor GIF."""
+        path = f"/v1/jobs/{job_id}/prompts/{quote(prompt_id, safe='')}/images/{number}"
+        return bytes(self._ask("GET", path, params={"sha256": sha256} if sha256 else {}).content)
+
     def ledger(self, job_id: str) -> LedgerView:
         """How many prompts of the job are in which state. Raises NotFound."""
         return self._view(LedgerView, "GET", f"/v1/jobs/{job_id}/ledger")

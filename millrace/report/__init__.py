@@ -34,6 +34,8 @@ from millrace.rest.diagnosis import DiagnosisView
 
 MOST_EVENTS = 2000
 MOST_PUBLICATIONS = 50
+MOST_IMAGE_BYTES = 16 << 20
+"""Of the files of all images in a report; in the file they are a third larger."""
 KEYS_AT_ONCE = 50
 """Metrics whose curves one request asks for: their names are in its address."""
 ROUTINE = (EventKind.STEP_DONE, EventKind.PUBLICATION_DONE)
@@ -71,6 +73,10 @@ class JobReport(BaseModel):
     histograms: list[HistogramView]
     diagnosis: DiagnosisView | None = Field(description="What slows the job down; null before the first step.")
     groups: list[GroupView] = Field(description="The newest first.")
+    images: dict[str, str] = Field(
+        {}, description="Images of the prompts of `groups` as data URLs, by the hash of the file."
+    )
+    missing_images: dict[str, str] = Field({}, description="Why an image is not in `images`, by the hash of its file.")
     ledger: LedgerView
     publications: list[PublicationDone] = Field(description="The newest ones, the last one first.")
     events: list[Event] = Field(description="The newest ones in their order, without steps and publications.")
@@ -84,6 +90,8 @@ def gather(client: Client, job_id: str, samples: int) -> JobReport:
     keys, rows = client.metric_keys(job_id), client.metrics(job_id, after_step=max(-1, job.step - 2))
     events = list(client.events(job_id, follow=False))
     publications = [event.data for event in events if isinstance(event.data, PublicationDone)]
+    groups = groups_of(client.samples(job_id, limit=samples) if samples else [])
+    images, missing = _images(client, job_id, groups)
     return JobReport(
         time_s=time.time(),
         job=job,
@@ -92,7 +100,9 @@ def gather(client: Client, job_id: str, samples: int) -> JobReport:
         series=_series(client, job, [metric.key for metric in keys]),
         histograms=client.histograms(job_id, job.step),
         diagnosis=_diagnosis(client, job),
-        groups=groups_of(client.samples(job_id, limit=samples) if samples else []),
+        groups=groups,
+        images=images,
+        missing_images=missing,
         ledger=client.ledger(job_id),
         publications=publications[-MOST_PUBLICATIONS:][::-1],
         events=[event for event in events if event.kind not in ROUTINE][-MOST_EVENTS:],
@@ -118,6 +128,26 @@ def _diagnosis(client: Client, job: JobView) -> DiagnosisView | None:
         return None
 
 
+def _images(client: Client, job_id: str, groups: Sequence[GroupView]) -> tuple[dict[str, str], dict[str, str]]:
+    """The images of the groups' prompts as data URLs, and why others are left out; both by their hash."""
+    found, missing, room = dict[str, str](), dict[str, str](), MOST_IMAGE_BYTES
+    shown = [(group.prompt_id, *each) for group in groups for each in enumerate(group.samples[0].images, 1)]
+    for prompt_id, number, image in shown:
+        if image.sha256 in found:
+            continue
+        if image.bytes > room:
+            missing[image.sha256] = f"left out: the images of a report have at most {MOST_IMAGE_BYTES:,} bytes"
+            continue
+        try:
+            file = client.image(job_id, prompt_id, number, image.sha256)
+        except NotFound as error:
+            missing[image.sha256] = str(error)
+            continue
+        room -= len(file)
+        found[image.sha256] = f"data:{image.media_type};base64,{base64.b64encode(file).decode()}"
+    return found, {digest: why for digest, why in missing.items() if digest not in found}
+
+
 def groups_of(samples: Sequence[SampleView]) -> list[GroupView]:
     """The samples, of which the newest is the first, by their prompts."""
     groups = [list(own)[::-1] for _, own in groupby(samples, key=lambda one: (one.step, one.purpose, one.prompt_id))]
@@ -138,7 +168,7 @@ def report_page(report: JobReport) -> str:
     users and models lie in a block of data that they cannot end."""
     script, style = ((STATIC / name).read_text(encoding="utf-8") for name in ("report.js", "report.css"))
     policy = (
-        f"default-src 'none'; script-src '{_source(script)}'; style-src '{_source(style)}'; "
+        f"default-src 'none'; script-src '{_source(script)}'; style-src '{_source(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     title = escape(f"{report.job.name} · Millrace")

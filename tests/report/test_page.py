@@ -17,8 +17,8 @@ from millrace.cli.show import write
 from millrace.client import Client
 from millrace.errors import InvalidState, NotFound
 from millrace.events import Event
-from millrace.report import KEYS_AT_ONCE, STATIC, JobReport, gather, report_page
-from millrace.rest import BandView, MetricView, SeriesView, StepMetrics
+from millrace.report import KEYS_AT_ONCE, MOST_IMAGE_BYTES, STATIC, JobReport, gather, report_page
+from millrace.rest import BandView, ImageView, MetricView, SeriesView, StepMetrics
 from tests.report.contents import HOSTILE, a_job, a_publication, contents, events_of, hostile_contents
 from tests.test_trackers import a_sample
 
@@ -85,6 +85,7 @@ def test_the_browser_may_run_this_script_alone_and_load_nothing() -> None:
     (style,), (_, script) = found.text("style"), found.text("script")
     for name, text in (("script-src", script), ("style-src", style)):
         assert rules.pop(name) == f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    assert rules.pop("img-src") == "data:"
     assert rules == dict.fromkeys(("default-src", "base-uri", "form-action"), "'none'")
     assert page.index("Content-Security-Policy") < page.index("<style>") < page.index("<script")
     addresses = re.findall(r"(?:https?:)?//[\w.-]+\.[a-z]{2,}[\w./-]*", page)
@@ -156,6 +157,25 @@ def test_all_metrics_come_in_few_requests_and_routine_events_stay_out(monkeypatc
     assert found.diagnosis is None and found.last == last
 
 
+def test_images_of_prompts_are_carried_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def image(number: int, size: int) -> ImageView:
+        return ImageView(media_type="image/png", width=1, height=1, bytes=size, sha256=f"{number}" * 64)
+
+    def answered(job_id: str, prompt_id: str, number: int, sha256: str) -> bytes:
+        if sha256.startswith("2"):
+            raise NotFound("it is gone.", "bring it back.")
+        return b"file"
+
+    shown = a_sample(1).model_copy(update={"images": [image(1, 4), image(2, 4), image(3, MOST_IMAGE_BYTES)]})
+    known = contents("plain", [0.5], [shown, shown])
+    answering(monkeypatch, known, image=answered)
+    with Client("http://127.0.0.1:1", token="none") as client:
+        found = gather(client, "job-0123456789ab", samples=2)
+    assert found.images == {"1" * 64: f"data:image/png;base64,{base64.b64encode(b'file').decode()}"}
+    assert found.missing_images["2" * 64] == "it is gone. Fix: bring it back."
+    assert "at most 16,777,216 bytes" in found.missing_images["3" * 64] and len(found.missing_images) == 2
+
+
 def test_the_command_writes_the_file_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = contents("plain", [0.5], [a_sample(1)])
     answering(monkeypatch, known)
@@ -171,6 +191,6 @@ def test_the_command_writes_the_file_and_names_it(tmp_path: Path, monkeypatch: p
 def test_a_file_that_cannot_be_written_is_refused_with_the_fix(tmp_path: Path) -> None:
     for path in (tmp_path / "absent" / "report.html", tmp_path):
         with pytest.raises(InvalidState, match="--output") as refused:
-            write(path, "text")
+            write(path, b"text")
         assert refused.value.fix
     assert not list(tmp_path.iterdir())

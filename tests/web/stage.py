@@ -12,10 +12,12 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models
 
 from millrace.contracts.methods import FleetRpc
 from millrace.contracts.v1 import common_pb2, fleet_pb2, trainer_pb2, work_pb2
+from millrace.data.columns.messages import Message, text_of
 from millrace.data.row import PromptRow, write_rows
 from millrace.ids import MemberId
 from millrace.telemetry.metrics.histograms import ADVANTAGES, IMPORTANCE_RATIOS
@@ -31,6 +33,8 @@ from tests.services.coordinator.peers import Member, Shape, SimulatedReplica, Si
 
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 ROWS = 400
+MARK = "<picture>"
+"""What stands for an image in the text of a prompt."""
 
 GB = 1_000_000_000
 USAGE = usage_message(
@@ -43,6 +47,13 @@ USAGE = usage_message(
 
 def tokens_of(text: str) -> list[int]:
     return [CHARACTERS.index(character) for character in text]
+
+
+def shown_text(message: Message) -> str:
+    """The text of a message with a mark for each image."""
+    content = message["content"]
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return "".join(part["text"] if part["type"] == "text" else MARK for part in parts)
 
 
 class TellsSpans(Member):
@@ -93,16 +104,15 @@ class TalkingReplica(TellsSpans, SimulatedReplica):
 
     def group(self, lease: work_pb2.Lease) -> common_pb2.Group:
         group = super().group(lease)
-        prompt = (
-            "".join(f"{each['role']}: {each['content']}\n" for each in json.loads(lease.prompt))
-            if (lease.prompt.startswith("["))
-            else lease.prompt
-        )
+        messages = json.loads(lease.prompt) if lease.prompt.startswith("[") else []
+        prompt = "".join(f"{each['role']}: {shown_text(each)}\n" for each in messages) if messages else lease.prompt
         group.prompt_text = prompt
         group.prompt_tokens = pack_tokens(tokens_of(prompt))
         group.data_source = "sums"
-        if lease.prompt.startswith("["):
-            group.question = json.loads(lease.prompt)[-1]["content"]
+        if messages:
+            group.question = text_of(messages[-1])
+        if lease.images:
+            group.image_mark = MARK
         truth = json.loads(group.ground_truth or "0")
         for trajectory in group.trajectories:
             right = self._chance.random() < 1 - math.exp(-(self.version + 1) / 12)
@@ -220,6 +230,30 @@ class Stage:
             "schedule": {"steps": steps, "prompts_per_step": 4, "max_staleness": 2, "save_every_steps": 10},
             "evaluation": {"files": [str(self.folder / "held_out.jsonl")], "samples_per_prompt": 1, "every_steps": 10},
         } | changed
+
+    def picture_spec(self, name: str, steps: int) -> dict[str, Any]:
+        """A job whose prompts have two images each: a file of its row alone, and one of all rows."""
+        folder = self.folder / f"{name} pictures"
+        (folder / "model").mkdir(parents=True)
+        for file in (self.folder / "model").iterdir():
+            (folder / "model" / file.name).write_bytes(file.read_bytes())
+        config = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+        (folder / "model" / "config.json").write_text(json.dumps(config))
+        (folder / "model" / "preprocessor_config.json").write_text("{}")
+        wide = folder / "wide.jpeg"
+        Image.linear_gradient("L").resize((1600, 500)).save(wide)
+        rows = []
+        for n in range(12):
+            own = folder / f"{n}.png"
+            Image.new("RGB", (90, 60), (20 * n, 120, 200)).save(own)
+            parts = [{"type": "text", "text": "Is "}, {"type": "image", "image": str(own)}]
+            parts += [{"type": "text", "text": " darker than "}, {"type": "image", "image": str(wide)}]
+            parts += [{"type": "text", "text": "? Say it in a sentence."}]
+            rows.append({"prompt": [{"role": "user", "content": parts}], "ground_truth": str(n)})
+        (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        data = {"files": [str(folder / "rows.jsonl")], "images": {}, "max_prompt_tokens": 128}
+        model = {"path": str(folder / "model")}
+        return self.spec(name, steps, model=model, data=data, evaluation=None)
 
     def run(self, work: Coroutine[Any, Any, Any], within_s: float = 120.0) -> Any:
         """What `work` returns, run in the members' thread."""

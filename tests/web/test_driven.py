@@ -2,9 +2,11 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from millrace.rest import JobState
 from millrace.telemetry.logs import TAIL
@@ -161,6 +163,51 @@ def test_a_group_and_its_tokens_are_opened(page: Any, trained: list[str]) -> Non
     expect(page.get_by_role("article")).to_have_count(2)
     page.get_by_label("Search prompts and answers").fill("no such text")
     expect(page.get_by_text("No group matches.")).to_be_visible()
+
+
+@pytest.fixture(scope="module")
+def with_pictures(staged: Stage) -> str:
+    """A job with two images in each prompt."""
+    job_id = staged.submit(staged.picture_spec("shown", 2))
+    assert staged.coordinator.client.wait(job_id, 120).state is JobState.SUCCEEDED
+    return job_id
+
+
+@pytest.mark.parametrize("page", [(1280, 860, "light"), (390, 800, "dark")], indirect=True, ids=["desktop", "phone"])
+def test_pictures_stand_in_their_prompt(page: Any, with_pictures: str, pictures: Path) -> None:
+    page.goto(f"/#/job/{with_pictures}/samples/2")
+    page.get_by_role("option").first.click()
+    prompt = page.get_by_role("article").locator("pre.prompt")
+    images = prompt.get_by_role("img")
+    expect(images).to_have_count(2)
+    for number, width in enumerate((90, 1600)):
+        page.wait_for_function(
+            f"i => document.querySelectorAll('pre.prompt img')[i].naturalWidth === {width}", arg=number
+        )
+        assert images.nth(number).bounding_box()["width"] > 80
+    order = prompt.evaluate("p => [...p.childNodes].map(n => n.nodeType === 3 ? n.data.trim() : n.className)")
+    assert order == ["user: Is", "picture", "darker than", "picture", "? Say it in a sentence."]
+    expect(prompt).to_contain_text("PNG · 90 × 60")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "a picture is wider than the window"
+    page.screenshot(path=str(pictures / f"pictures-{page.viewport_size['width']}.png"))
+
+
+def test_a_picture_whose_file_is_gone_says_so(browser: Any, staged: Stage, with_pictures: str) -> None:
+    """The refused request is an error of the console, so that is not looked at."""
+    context = browser.new_context(base_url=staged.url)
+    page = context.new_page()
+    away = staged.folder / "shown pictures" / "wide.jpeg"
+    kept = away.read_bytes()
+    Image.new("L", (4, 4)).save(away)
+    try:
+        page.goto(f"/#/job/{with_pictures}/samples/1")
+        page.get_by_role("option").first.click()
+        prompt = page.get_by_role("article").locator("pre.prompt")
+        expect(prompt.get_by_role("img")).to_have_count(1)
+        expect(prompt.get_by_role("note")).to_contain_text("the data has another image now")
+    finally:
+        away.write_bytes(kept)
+        context.close()
 
 
 def test_rows_of_samples_begin_with_the_question_and_tell_right_from_wrong(page: Any, trained: list[str]) -> None:

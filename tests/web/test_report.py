@@ -76,6 +76,19 @@ def test_a_report_is_complete_and_accessible(
     assert not serious, serious
 
 
+def test_a_report_carries_the_pictures_of_prompts(opened: Any, staged: Stage) -> None:
+    job_id = staged.submit(staged.picture_spec("carried", 1))
+    assert staged.coordinator.client.wait(job_id, 120).state is JobState.SUCCEEDED
+    known = gather(staged.coordinator.client, job_id, samples=4)
+    gone = known.groups[0].samples[0].images[0].sha256
+    images = {digest: file for digest, file in known.images.items() if digest != gone}
+    tab = opened(known.model_copy(update={"images": images, "missing_images": {gone: "It went away."}}))
+    prompt = tab.get_by_role("article").locator("pre.prompt")
+    expect(prompt.get_by_role("img")).to_have_count(1)
+    tab.wait_for_function("document.querySelector('pre.prompt img').naturalWidth === 1600")
+    expect(prompt.get_by_role("note")).to_have_text("It went away.")
+
+
 def test_a_report_is_zoomed_and_searched(opened: Any, trained: JobReport) -> None:
     tab = opened(trained)
     chart = tab.locator(".chart .u-over").first

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from millrace.client import Client
+from millrace.rest import JobState
 from tests.web.stage import Stage, stage
 from tests.web.test_driven import expect
 
@@ -47,3 +49,19 @@ def test_who_enters_no_token_is_not_asked_again(tab: Any) -> None:
     tab.get_by_role("link", name="Fleet").click()
     expect(tab.get_by_role("alert")).to_contain_text("the token is missing or wrong")
     expect(tab.get_by_role("dialog")).to_have_count(0)
+
+
+def test_pictures_are_asked_for_with_the_token(tab: Any, closed: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_TOKEN", TOKEN)  # of the members
+    closed.trainer()
+    closed.replica()
+    with Client(closed.url, TOKEN) as client:
+        job_id = client.submit(closed.picture_spec("shown", 1)).id
+        assert client.wait(job_id, 120).state is JobState.SUCCEEDED
+    tab.goto(f"/#/job/{job_id}/samples")
+    tab.get_by_role("dialog").get_by_label("MILLRACE_TOKEN").fill(TOKEN)
+    tab.get_by_role("dialog").get_by_role("button", name="Enter").click()
+    tab.get_by_role("option").first.click()
+    tab.wait_for_function(
+        "[...document.querySelectorAll('pre.prompt img')].map(i => i.naturalWidth).join() === '90,1600'"
+    )

@@ -67,6 +67,12 @@ export async function get<T>(path: string, signal?: AbortSignal): Promise<T> {
   return (await request(path, { signal })).json();
 }
 
+/* The address of an image that a path answers, for `src`: of a blob, as `src` itself sends no token. Who asks revokes it. */
+export async function picture(path: string, signal: AbortSignal): Promise<string> {
+  if (carried) return carried(path) as string;
+  return URL.createObjectURL(await (await request(path, { signal })).blob());
+}
+
 export async function send<T>(method: "POST" | "DELETE", path: string, body?: unknown): Promise<T> {
   const content = body === undefined ? {} : { body: JSON.stringify(body), headers: { "Content-Type": "application/json" } };
   return (await request(path, { method, ...content })).json();

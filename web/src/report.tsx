@@ -50,10 +50,18 @@ const ANSWERS: Record<string, (asked: URLSearchParams) => unknown> = {
   "metrics/keys": () => report.keys, series, histograms, groups,
   diagnosis: () => report.diagnosis, ledger: () => report.ledger, publications: () => report.publications, spec: () => report.spec,
 };
+const IMAGE = /^prompts\/[^/]+\/images\/\d+$/;
+function image(asked: URLSearchParams): string {
+  const digest = asked.get("sha256") ?? "", found = report.images[digest];
+  if (!found) throw new Error(report.missing_images[digest] ?? "The report does not have it.");
+  return found;
+}
+
 const OWN = `/v1/jobs/${report.job.id}/`;
 answersFrom(path => {
   const [name, asked] = path.split("?");
-  const answer = name.startsWith(OWN) ? ANSWERS[name.slice(OWN.length)] : undefined;
+  const own = name.startsWith(OWN) ? name.slice(OWN.length) : "";
+  const answer = IMAGE.test(own) ? image : ANSWERS[own];
   if (!answer) throw new Error(`A report has no answer to ${path}.`);
   return answer(new URLSearchParams(asked));
 });

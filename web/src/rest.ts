@@ -212,6 +212,15 @@ export interface IdleView {
   cause: IdleCause;
 }
 
+/** One image of a prompt. `GET /v1/jobs/{job_id}/prompts/{prompt_id}/images/{number}` answers its file. */
+export interface ImageView {
+  media_type: string;
+  width: number | null;
+  height: number | null;
+  bytes: number;
+  sha256: string;
+}
+
 /** The job has another state. The first event of a job, and the last of one that has ended. */
 export interface JobMoved {
   kind: "job.state";
@@ -235,6 +244,8 @@ export interface JobReport {
   histograms: HistogramView[];
   diagnosis: DiagnosisView | null;
   groups: GroupView[];
+  images: Record<string, string>;
+  missing_images: Record<string, string>;
   ledger: LedgerView;
   publications: PublicationDone[];
   events: Event[];
@@ -589,6 +600,8 @@ export interface SampleView {
   record: string;
   metadata: Record<string, unknown>;
   advantage: number | null;
+  images: ImageView[];
+  image_mark: string;
 }
 
 /** Why another number of replicas is wanted. */

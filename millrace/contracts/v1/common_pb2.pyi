@@ -182,7 +182,7 @@ class Experts(_message.Message):
     def __init__(self, chosen: _Optional[bytes] = ..., layers: _Optional[int] = ..., per_token: _Optional[int] = ..., wide: bool = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("job_id", "prompt_id", "purpose", "data_source", "prompt_tokens", "prompt_text", "ground_truth", "trajectories", "member_id", "engine", "generate_s", "score_s", "greedy_reward", "episode_trajectories", "traceparent", "issued_s", "cancelled_episodes", "failed_episodes", "question", "images")
+    __slots__ = ("job_id", "prompt_id", "purpose", "data_source", "prompt_tokens", "prompt_text", "ground_truth", "trajectories", "member_id", "engine", "generate_s", "score_s", "greedy_reward", "episode_trajectories", "traceparent", "issued_s", "cancelled_episodes", "failed_episodes", "question", "images", "image_mark")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +203,7 @@ class Group(_message.Message):
     FAILED_EPISODES_FIELD_NUMBER: _ClassVar[int]
     QUESTION_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_MARK_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     prompt_id: str
     purpose: Purpose
@@ -223,4 +224,5 @@ class Group(_message.Message):
     failed_episodes: int
     question: str
     images: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, job_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., data_source: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., ground_truth: _Optional[str] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ..., member_id: _Optional[str] = ..., engine: _Optional[str] = ..., generate_s: _Optional[float] = ..., score_s: _Optional[float] = ..., greedy_reward: _Optional[float] = ..., episode_trajectories: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., issued_s: _Optional[float] = ..., cancelled_episodes: _Optional[int] = ..., failed_episodes: _Optional[int] = ..., question: _Optional[str] = ..., images: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    image_mark: str
+    def __init__(self, job_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., data_source: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., prompt_text: _Optional[str] = ..., ground_truth: _Optional[str] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ..., member_id: _Optional[str] = ..., engine: _Optional[str] = ..., generate_s: _Optional[float] = ..., score_s: _Optional[float] = ..., greedy_reward: _Optional[float] = ..., episode_trajectories: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., issued_s: _Optional[float] = ..., cancelled_episodes: _Optional[int] = ..., failed_episodes: _Optional[int] = ..., question: _Optional[str] = ..., images: _Optional[_Iterable[bytes]] = ..., image_mark: _Optional[str] = ...) -> None: ...

@@ -14,7 +14,7 @@ from millrace.ids import PromptId
 from millrace.rest import SampleView, TurnView
 from millrace.wire.arrays import unpack_floats
 from millrace.wire.enums import PURPOSES
-from services.coordinator.observe import tokens
+from services.coordinator.observe import images, tokens
 from services.coordinator.store.prompts import Prompts
 from services.coordinator.store.records import Records
 
@@ -55,8 +55,9 @@ def samples_of(
     numbers = itertools.chain(itertools.chain.from_iterable(counted), itertools.repeat(0))
     advantages = [None] * len(group.trajectories) if trained is None else map(_advantage, trained.trajectories)
     shown = zip(group.trajectories, numbers, advantages, strict=False)
+    told = {"record": record, "images": images.views(group.images), "image_mark": group.image_mark}
     return [
-        _sample(group, one, step, number).model_copy(update={"record": record, "advantage": advantage})
+        _sample(group, one, step, number).model_copy(update={**told, "advantage": advantage})
         for one, number, advantage in shown
     ]
 

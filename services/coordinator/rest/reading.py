@@ -4,7 +4,7 @@ import asyncio
 import json
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 from fastapi import Path as InPath
 from pydantic import ValidationError
 
@@ -16,9 +16,10 @@ from millrace.rest import GroupPage, HistogramView, MetricView, SeriesView, Spec
 from millrace.spec import JobSpec
 from millrace.telemetry.metrics.histograms import STEPS_KEPT
 from services.coordinator.observe import groups, histograms, series, tokens
+from services.coordinator.observe.images import ImageFiles
 from services.coordinator.rest import bodies
 from services.coordinator.rest.bodies import LARGEST_STEP, Id
-from services.coordinator.rest.schema import BODY_ERRORS, SPEC_BODY
+from services.coordinator.rest.schema import BODY_ERRORS, SPEC_BODY, Responses, error_responses
 from services.coordinator.store import Store
 
 MOST_KEYS = 100
@@ -73,7 +74,21 @@ def add_series(router: APIRouter, store: Store) -> None:
 
 
 Text = Annotated[str, Query(max_length=200)]
+BINARY = {"type": "string", "format": "binary"}
 RECORD = r"^\d{1,19}-\d{1,19}$"
+PROMPT = r"^e?\d{1,15}-\d{1,15}$"
+MOST_NUMBER = 10_000
+IMAGE: Responses = {
+    200: {
+        "description": "The file.",
+        "content": {f"image/{kind}": {"schema": BINARY} for kind in ("png", "jpeg", "webp", "gif")},
+    },
+    **error_responses({404: "There is no such image, or its data is not there any more."}),
+}
+ONLY_SHOWN = {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "default-src 'none'; sandbox"}
+"""A browser takes the file for nothing but an image, also where it is opened by itself."""
+KEPT = {"Cache-Control": "private, max-age=3600, immutable", "Vary": "Authorization"}
+"""The hash in the address says what the answer is. Caches that several people share keep nothing."""
 
 
 def add_samples(router: APIRouter, store: Store) -> None:
@@ -109,6 +124,26 @@ def add_samples(router: APIRouter, store: Store) -> None:
             raise NotFound(f"there is no record {record} of tokens any more.", "look at a newer group.")
         model = json.loads(job.spec_json)["model"]["path"]
         return await asyncio.to_thread(tokens.views, found, model)
+
+    files = ImageFiles()
+
+    @router.get("/{job_id}/prompts/{prompt_id}/images/{number}", response_class=Response, responses=IMAGE)
+    async def image_of_a_prompt(
+        job_id: Id,
+        prompt_id: Annotated[str, InPath(pattern=PROMPT, description="`prompt_id` of a sample.")],
+        number: Annotated[int, InPath(ge=1, le=MOST_NUMBER, description="Place in `images` of the sample, from 1.")],
+        sha256: Annotated[
+            str, Query(pattern=r"^([0-9a-f]{64})?$", description="Hash that the file has to have: the sample's.")
+        ] = "",
+    ) -> Response:
+        """The file of one image of a prompt: PNG, JPEG, WebP or GIF. It is read from the job's data, so it is there as
+        long as that is; with `sha256` the answer is the image that the model was shown, or none."""
+        job = await store.jobs.get(job_id)
+        file, kind = await files.get(job, prompt_id, number, sha256)
+        name = f"{job_id}-{prompt_id}-{number}.{kind.rpartition('/')[2]}"
+        kept = KEPT if sha256 else {"Cache-Control": "no-store"}
+        named = {"Content-Disposition": f'inline; filename="{name}"'}
+        return Response(file, media_type=kind, headers={**ONLY_SHOWN, **kept, **named})
 
 
 def routes() -> APIRouter:

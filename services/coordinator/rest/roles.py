@@ -22,6 +22,7 @@ ROLES: Mapping[tuple[str, str], Role] = {
     ("GET", "/v1/jobs/{job_id}/samples"): Role.READ,
     ("GET", "/v1/jobs/{job_id}/groups"): Role.READ,
     ("GET", "/v1/jobs/{job_id}/tokens/{record}"): Role.READ,
+    ("GET", "/v1/jobs/{job_id}/prompts/{prompt_id}/images/{number}"): Role.READ,
     ("GET", "/v1/jobs/{job_id}/spec"): Role.READ,
     ("GET", "/v1/jobs/{job_id}/ledger"): Role.READ,
     ("GET", "/v1/jobs/{job_id}/events"): Role.READ,

@@ -39,6 +39,8 @@ class Prompt:
     rendered: Rendered
     text: str
     """The prompt as the model sees it, with special tokens."""
+    image_mark: str = ""
+    """What stands in `text` for each image; empty without images."""
 
     def row_fields(self) -> dict[str, Any]:
         """The row as environments and agents get it."""

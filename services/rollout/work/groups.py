@@ -203,6 +203,7 @@ class GroupGenerator:
             traceparent=lease.traceparent,
             issued_s=lease.issued_s,
             images=prompt.row.images,
+            image_mark=prompt.image_mark,
         )
 
 

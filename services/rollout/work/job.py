@@ -118,7 +118,10 @@ class Job:
             chat_template_options=data.chat_template_options,
             pictures=self._pictures,
         )
-        return Prompt(row, rendered, str(self._tokenizer.decode(rendered.short_ids or rendered.token_ids)))
+        text = str(self._tokenizer.decode(rendered.short_ids or rendered.token_ids))
+        if self._pictures is None or not rendered.images:
+            return Prompt(row, rendered, text)
+        return Prompt(row, rendered, text, str(self._tokenizer.decode([self._pictures.token])))
 
 
 def _chat(spec: JobSpec, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Chat | None:

@@ -661,6 +661,8 @@ class SimulatedReplica(Member, rollout_pb2_grpc.RolloutServicer):
             traceparent=lease.traceparent,
             issued_s=lease.issued_s,
             trajectories=[one for _ in range(lease.sampling.samples) for one in self._episode(lease)],
+            images=lease.images,
+            image_mark=json.dumps({"type": "image"}) if lease.images else "",
         )
         if self.shape.trajectories > 1:
             group.episode_trajectories.extend([self.shape.trajectories] * lease.sampling.samples)

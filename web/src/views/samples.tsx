@@ -8,6 +8,7 @@ import { VirtualList } from "../parts/list";
 import { Choice, Empty } from "../parts/small";
 import type { GroupPage, GroupView, JobView, SampleView } from "../rest";
 import { link, problem } from "../state";
+import { Prompt } from "./prompt";
 import { Tokens } from "./tokens";
 
 const ROW = 58;
@@ -146,7 +147,7 @@ function Group({ job, group, close, keep }: { job: JobView; group: GroupView; cl
         {close && <button type="button" class="plain" aria-label="Close" onClick={close}>×</button>}
       </div>
       <h3>Prompt</h3>
-      <pre class="prompt">{first.prompt}</pre>
+      <Prompt job={job.id} sample={first} />
       {truth !== null && truth !== undefined && <><h3>Ground truth</h3><pre>{typeof truth === "string" ? truth : JSON.stringify(truth, null, 1)}</pre></>}
       {show === "tokens" && first.record
         ? <Tokens job={job.id} record={first.record} samples={group.samples} average={average} several={several} />

@@ -1,10 +1,16 @@
 """What REST tells of a job besides its state: curves, groups, tokens, publications, its spec."""
 
+import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 
+from millrace.cli.show import save_images
+from millrace.data.columns.images import data_url
 from millrace.rest import SpecView
 from services.coordinator.rest.reading import stored_view
 from tests.services.coordinator.cluster import Cluster, scenario
@@ -46,6 +52,62 @@ async def test_what_a_job_has_left(cluster: Cluster, spec: dict[str, Any]) -> No
         assert events.count("\nevent: ") + events.startswith("event: ") == 2 and '"state": "succeeded"' in events
         gone = await http.get(f"/v1/jobs/{job_id}/tokens/1-1")
         assert gone.status_code == 404 and gone.json()["fix"]
+
+
+def with_pictures(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The job with two images in each prompt: a file, and a data URL."""
+    png = folder / "shown.png"
+    Image.new("RGB", (5, 3), "red").save(png)
+    model = folder / "model"
+    config = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "preprocessor_config.json").write_text("{}")
+    parts = [
+        {"type": "image_url", "image_url": {"url": str(png)}},
+        {"type": "text", "text": "or"},
+        {"type": "image_url", "image_url": {"url": data_url(png.read_bytes())}},
+    ]
+    row = {"prompt": [{"role": "user", "content": parts}], "ground_truth": "1"}
+    (folder / "pictures.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    data = {"files": [str(folder / "pictures.jsonl")], "images": {}, "max_prompt_tokens": 64}
+    return spec | {"data": data, "evaluation": None, "schedule": {"steps": 1, "prompts_per_step": 4}}
+
+
+@scenario
+async def test_the_images_of_a_prompt(cluster: Cluster, spec: dict[str, Any]) -> None:
+    tmp_path = Path(spec["output"]).parent
+    await cluster.trainer()
+    await cluster.replica()
+    client = cluster.coordinator.client
+    job_id = await cluster.submit(with_pictures(spec, tmp_path))
+    assert (await cluster.ended(job_id)).step == 1
+    shown = tmp_path / "shown.png"
+    samples = await asyncio.to_thread(client.samples, job_id)
+    first = samples[0]
+    assert [(each.width, each.height, each.media_type) for each in first.images] == [(5, 3, "image/png")] * 2
+    assert first.prompt.count(first.image_mark) == 2
+    base = f"http://127.0.0.1:{cluster.coordinator.http_port}"
+    async with httpx.AsyncClient(base_url=base, trust_env=False) as http:
+        path = f"/v1/jobs/{job_id}/prompts/{first.prompt_id}/images"
+        for number, image in enumerate(first.images, 1):
+            answer = await http.get(f"{path}/{number}", params={"sha256": image.sha256})
+            assert answer.status_code == 200 and answer.content == shown.read_bytes()
+            told = answer.headers
+            assert told["Content-Type"] == "image/png" and told["X-Content-Type-Options"] == "nosniff"
+            assert "sandbox" in told["Content-Security-Policy"] and told["Cache-Control"].startswith("private, max-age")
+        assert (await http.get(f"{path}/1")).headers["Cache-Control"] == "no-store"
+        missing = await http.get(f"{path}/3")
+        assert missing.status_code == 404 and "has 2 images" in missing.json()["detail"] and missing.json()["fix"]
+        for wrong in (f"{path}/0", f"{path}/one", f"{path}/1?sha256=ABC", path.replace(first.prompt_id, "x") + "/1"):
+            assert (await http.get(wrong)).status_code in (404, 422), wrong
+    folder = tmp_path / "written"
+    saved = await asyncio.to_thread(save_images, client, job_id, samples, folder)
+    assert len(saved) == 2 * len({sample.prompt_id for sample in samples}) == len(list(folder.iterdir()))
+    assert {each.path for each in saved} == {str(path) for path in folder.iterdir()}
+    assert all(path.read_bytes() == shown.read_bytes() for path in folder.iterdir())
+    Image.new("RGB", (5, 3), "blue").save(shown)
+    saved = await asyncio.to_thread(save_images, client, job_id, samples[:1], tmp_path / "again")
+    assert "has another image now" in saved[0].problem and not saved[0].path and saved[1].path
 
 
 def test_a_spec_that_this_release_does_not_know_is_shown_whole() -> None:

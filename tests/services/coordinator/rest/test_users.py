@@ -47,7 +47,7 @@ def tokens(admin: Client) -> dict[Role, str]:
 
 def asked(url: str, token: str, method: str, path: str) -> httpx.Response:
     """The answer to a request with nothing in it."""
-    filled = path.format(job_id=UNKNOWN, member_id="nobody", name="nobody", record="1-0")
+    filled = path.format(job_id=UNKNOWN, member_id="nobody", name="nobody", record="1-0", prompt_id="0-1", number=1)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     return httpx.request(method, f"{url}{filled}", headers=headers, trust_env=False, timeout=30)
 
@@ -97,7 +97,7 @@ def test_users_see_their_own_jobs_only(url: str, admin: Client, tokens: dict[Rol
         headers = {"Authorization": f"Bearer {bob._secret()}"}
         for method, path in ROLES:
             if "{job_id}" in path:
-                filled = path.format(job_id=job.id, record="1-0")
+                filled = path.format(job_id=job.id, record="1-0", prompt_id="0-1", number=1)
                 answer = httpx.request(method, f"{url}{filled}", headers=headers, trust_env=False)
                 assert answer.status_code == 404, (method, path, answer.text)
                 assert job.name not in answer.text

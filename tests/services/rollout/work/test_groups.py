@@ -1,18 +1,30 @@
-"""When the episodes of a group are enough."""
+"""When the episodes of a group are enough, and what a group says of its prompt."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
+from millrace.contracts.v1 import work_pb2
 from millrace.data.chat import Rendered
+from millrace.data.pictures import Pictures
 from millrace.data.row import PromptRow
 from millrace.drops import Drop, DropReason
 from millrace.errors import BadRow
-from services.rollout.engine import Response, Sampling
+from millrace.ids import JobId, MemberId
+from services.rollout.engine import Completion, Response, Sampling, StopReason
 from services.rollout.episode.episode import Episode, EpisodeFailed, Prompt
 from services.rollout.episode.slots import Slots
-from services.rollout.work.groups import Ended, first_of, single_turn
+from services.rollout.scoring.scored import Scored
+from services.rollout.work.groups import Ended, GroupGenerator, first_of, single_turn
+from services.rollout.work.job import Job
+from tests.image_models import picture, save_processor
+from tests.services.rollout.jobs import job_spec
 
 FAILURE = Drop(DropReason.ENVIRONMENT_FAILED, "step: raised ValueError")
 Play = Callable[[asyncio.Event], Awaitable[Episode]]
@@ -109,3 +121,28 @@ def test_images_that_the_engine_refuses_cost_their_prompt() -> None:
         asyncio.run(scenario())
     assert failed.value.drop.reason is DropReason.BAD_PROMPT
     assert "[1, 7, 7, 2] (1, 7, 2) ('picture',)" in failed.value.drop.detail
+
+
+def test_a_prompt_and_its_group_say_what_stands_for_each_image(tmp_path: Path) -> None:
+    ids = save_processor(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", **ids}))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    spec = job_spec(tmp_path, data={"images": {}})
+    job = Job(JobId("job-1"), spec, tokenizer, None, pictures=Pictures.of_folder(str(tmp_path)))  # type: ignore[arg-type]
+    content = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
+    texts = {"prompt": json.dumps([{"role": "user", "content": content}])}
+    files = [picture(1, 60, 60), picture(2, 200, 120)]
+    lease = work_pb2.Lease(prompt_id="0-0", data_source="d", images=files, **texts)
+    prompt = asyncio.run(job.prompt(lease))
+    assert prompt.text.split(prompt.image_mark) == [
+        "user: <|vision_start|>",
+        "<|vision_end|>or<|vision_start|>",
+        "<|vision_end|>assistant: ",
+    ]
+    engine = SimpleNamespace(name="vllm")
+    answer = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), (), StopReason.LENGTH, "so")
+    generator = GroupGenerator(MemberId("rollout-1"), engine, job)  # type: ignore[arg-type]
+    group = generator._group(lease, prompt, [Episode.of(answer)], [Scored(1.0)])
+    assert group.image_mark == prompt.image_mark and list(group.images) == files
+    plain = asyncio.run(job.prompt(work_pb2.Lease(prompt_id="0-1", data_source="d", prompt='"how"')))
+    assert plain.text == "how" and not plain.image_mark
