@@ -271,10 +271,11 @@ def _check_none_recurrent(lora: Lora, recurrent_names: set[str]) -> None:
 
 
 def _check_none_of_tower(lora: Lora, tower: Collection[str], layers: Collection[str]) -> None:
-    """Raises InvalidJob if the job names a layer that only the tower for images has, and none of `layers`."""
+    """Raises InvalidJob if the job names a layer that only the tower for images has, and none of `layers`. Megatron's
+    names mean the language model's, also where a tower has layers of such a name."""
     asked = [] if isinstance(lora.target_modules, str) else lora.target_modules
     own = {end for layer in tower for end in ends(layer)} - {end for layer in layers for end in ends(layer)}
-    if named := sorted(own.intersection(asked)):
+    if named := sorted(own.intersection(asked) - MEGATRON_NAMES.keys()):
         reason = f"{', '.join(named)} is in {FROZEN_TOWER}"
         raise refused(TARGETS, asked, reason, "leave it out; linear layers of the language model can have one.")
 

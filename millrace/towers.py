@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-DEFAULTS = {
+DEFAULTS: Mapping[str, Any] = {
     "depth": 32,
     "hidden_size": 3584,
     "intermediate_size": 3420,
@@ -19,6 +19,18 @@ DEFAULTS = {
     "out_hidden_size": 3584,
 }
 """Sizes of a tower of Qwen2.5-VL that its config leaves out, as transformers has them."""
+OF_LAYERS = "qwen3_vl"
+"""How the model types begin of towers that make features of the first decoder layers."""
+DEFAULTS_OF_LAYERS: Mapping[str, Any] = {
+    **DEFAULTS,
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "patch_size": 16,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": (8, 16, 24),
+}
+"""Sizes of a tower of Qwen3-VL that its config leaves out."""
 FULL_LAYERS = (7, 15, 23, 31)
 """Layers that attend to the whole image, if its config does not say."""
 MOST_PIXELS = 28 * 28 * 1280
@@ -30,8 +42,9 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class TowerShape:
-    """The sizes of a tower of Qwen2.5-VL: layers of norms, attention and a gated MLP, and a merger that makes a token
-    of a square of patches. All but some layers attend within windows."""
+    """The sizes of a tower: layers of norms, attention and an MLP, and mergers that make a token of a square of
+    patches. In Qwen2.5-VL the MLP is gated, and all but some layers attend within windows. In Qwen3-VL all layers
+    attend to the whole image, positions are learned, and further mergers make features of the first decoder layers."""
 
     depth: int
     hidden: int
@@ -48,15 +61,21 @@ class TowerShape:
     """Layers that attend to the whole image."""
     most_patches: int
     """Of one image, as the processor makes it."""
+    positions: int = 0
+    """Learned positions."""
+    of_layers: int | None = None
+    """Mergers for the first decoder layers; None for a tower of Qwen2.5-VL."""
 
     @classmethod
     def of_config(cls, vision: Mapping[str, Any], processor: Mapping[str, Any]) -> Self:
-        """From the config's entry `vision_config` and the processor's file, which may be empty. Raises TypeError or
-        ValueError for entries of another type."""
-        sizes = {**DEFAULTS, **vision}
+        """From the config's entry `vision_config` and the processor's file, which may be empty. A config without
+        `model_type` is that of Qwen2.5-VL. Raises TypeError or ValueError for entries of another type."""
+        newer = str(vision.get("model_type")).startswith(OF_LAYERS)
+        sizes = {**(DEFAULTS_OF_LAYERS if newer else DEFAULTS), **vision}
         patch, merge = int(sizes["patch_size"]), int(sizes["spatial_merge_size"])
         stated = (processor.get("size") or {}).get("longest_edge") or processor.get("max_pixels")
-        chosen, depth = sizes.get("fullatt_block_indexes", FULL_LAYERS), int(sizes["depth"])
+        depth = int(sizes["depth"])
+        chosen = range(depth) if newer else sizes.get("fullatt_block_indexes", FULL_LAYERS)
         return cls(
             depth,
             int(sizes["hidden_size"]),
@@ -68,14 +87,20 @@ class TowerShape:
             int(sizes["window_size"]) // merge // patch * merge,
             sum(0 <= int(layer) < depth for layer in chosen),
             int(stated or MOST_PIXELS) // patch**2,
+            *((int(sizes["num_position_embeddings"]), len(sizes["deepstack_visual_indexes"])) if newer else ()),
         )
 
     @property
     def parameters(self) -> int:
-        """Each layer has two norms, attention and a gated MLP, both with biases."""
-        layer = 2 * self.hidden + self._attention + 4 * self.hidden + self._mlp + 2 * self.ffn + self.hidden
+        """Each layer has two norms, attention and an MLP, both with biases."""
         merged = self.hidden * self.merge**2
-        return self.values * self.hidden + self.depth * layer + self.hidden + self._merger + merged + self.out
+        merger = self._merger + merged + self.out
+        layer = self._attention + 4 * self.hidden + self._mlp + self.hidden
+        whole = self.values * self.hidden + self.depth * layer + merger
+        if self.of_layers is None:
+            return whole + self.depth * 2 * (self.hidden + self.ffn) + self.hidden
+        more = self.depth * (4 * self.hidden + self.ffn) + self.of_layers * (merger + 2 * merged)
+        return whole + more + (1 + self.positions + 2) * self.hidden
 
     def flops(self, grid: tuple[int, int, int]) -> float:
         """FLOPs of the forward pass for an image of so many patches by time, height and width. Patches of one time
@@ -84,7 +109,8 @@ class TowerShape:
         patches, frame = times * high * wide, high * wide
         pairs = self.full * frame**2 + (self.depth - self.full) * self._squares(high) * self._squares(wide)
         products = patches * (self.values * self.hidden + self.depth * (self._attention + self._mlp))
-        return 2.0 * (products + patches / self.merge**2 * self._merger + 2 * self.hidden * times * pairs)
+        mergers = self._merger * (1 + (self.of_layers or 0))
+        return 2.0 * (products + patches / self.merge**2 * mergers + 2 * self.hidden * times * pairs)
 
     def flops_of_tokens(self, tokens: float) -> float:
         """FLOPs of the forward pass for one square image that makes so many tokens, or for several of its size that
@@ -97,13 +123,17 @@ class TowerShape:
         bytes of an element of the pass.
 
         What came in, the hidden states and the angles of positions are there all the time; in a layer either attention,
-        whose queries and keys are turned in float32, or the MLP comes on top.
+        whose queries and keys are turned in float32, or the MLP comes on top. In Qwen3-VL so are what was added for
+        learned positions, and features of decoder layers.
         """
         angles = 2 * FLOAT32 * self.hidden / self.heads
         turned = FLOAT32 * self.hidden * (1 if element == FLOAT32 else 2)
         attention = element * 5 * self.hidden + 4 * FLOAT32 * self.hidden + turned
-        mlp = element * (3 * self.hidden + 3 * self.ffn)
-        return patches * (element * self.values + angles + max(attention, mlp))
+        mlp = element * (3 * self.hidden + (3 if self.of_layers is None else 2) * self.ffn)
+        kept = element * self.values + angles
+        if self.of_layers is not None:
+            kept += FLOAT32 * self.hidden + element * self.of_layers * self.out / self.merge**2
+        return patches * (kept + max(attention, mlp))
 
     @property
     def _attention(self) -> int:
@@ -111,7 +141,7 @@ class TowerShape:
 
     @property
     def _mlp(self) -> int:
-        return 3 * self.hidden * self.ffn
+        return (3 if self.of_layers is None else 2) * self.hidden * self.ffn
 
     @property
     def _merger(self) -> int:

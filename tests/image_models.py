@@ -1,4 +1,4 @@
-"""Tiny random Qwen2.5-VL models with a tower for images, their processor, and small pictures."""
+"""Tiny random models with a tower for images, their processor, and small pictures."""
 
 import io
 import json
@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    AutoModelForImageTextToText,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 from tests.models import byte_tokenizer
 
@@ -42,7 +48,7 @@ TEXT: dict[str, Any] = {
     "eos_token_id": 258,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
 }
-TOWER = {
+TOWER: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -54,20 +60,57 @@ TOWER = {
     "window_size": 112,
     "fullatt_block_indexes": [1],
 }
+KINDS = ("qwen2_5_vl", "qwen3_vl")
+"""Model types that `save_image_model` makes."""
+PROCESSOR_3: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "size": {"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 24},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+"""As the folders of Qwen3-VL have it."""
+TEXT_3 = {
+    **TEXT,
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    },
+}
+TOWER_3 = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 36,
+    "deepstack_visual_indexes": [0, 2],
+}
+"""Positions for 6 x 6 patches: those of larger images are interpolated."""
 
 
 @torch.no_grad()
-def save_image_model(folder: Path, seed: int = 0, tower_seed: int = 0) -> Path:
+def save_image_model(
+    folder: Path, seed: int = 0, tower_seed: int = 0, kind: str = "qwen2_5_vl", tied: bool = False
+) -> Path:
     """Random values in all tensors, those of the tower by `tower_seed`; large enough that a token notices those before
     it and what an image shows."""
-    config = Qwen2_5_VLConfig(
-        text_config=TEXT,
-        vision_config=TOWER,
-        **IDS,
-        tie_word_embeddings=False,
-    )
+    newer, ids = kind == "qwen3_vl", {**IDS, "tie_word_embeddings": tied}
     with torch.random.fork_rng([]):
-        model = Qwen2_5_VLForConditionalGeneration(config)
+        if newer:
+            config = Qwen3VLConfig(text_config=TEXT_3, vision_config=TOWER_3, **ids)
+            model: Any = Qwen3VLForConditionalGeneration(config)
+        else:
+            model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=TEXT, vision_config=TOWER, **ids))
         for part, own in ((model.model.visual, tower_seed), (model.model.language_model, seed), (model.lm_head, seed)):
             torch.manual_seed(own)
             for parameter in part.parameters():
@@ -76,13 +119,13 @@ def save_image_model(folder: Path, seed: int = 0, tower_seed: int = 0) -> Path:
                 else:
                     parameter.add_(torch.randn_like(parameter), alpha=0.2)
     model.save_pretrained(folder)
-    save_processor(folder)
+    save_processor(folder, PROCESSOR_3 if newer else PROCESSOR)
     return folder
 
 
-def save_processor(folder: Path) -> dict[str, int]:
+def save_processor(folder: Path, processor: dict[str, Any] = PROCESSOR) -> dict[str, int]:
     """Saves a processor of images, and a tokenizer. Returns the ids of its tokens, as a config names them."""
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     tokenizer = byte_tokenizer(TEMPLATE)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *SPECIALS]})
     assert tokenizer.convert_tokens_to_ids(SPECIALS[2]) == PAD
@@ -100,9 +143,7 @@ def picture(seed: int, width: int, height: int, kind: str = "PNG") -> bytes:
 
 def opened_model(folder: Path) -> Any:
     """The model of a folder in transformers, float32."""
-    return Qwen2_5_VLForConditionalGeneration.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def language_layers(model: Any) -> list[str]:

@@ -1,11 +1,15 @@
 """Towers for images: parameters, FLOPs and memory, beside what torch counts of transformers' own."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from millrace.towers import TowerShape
 
@@ -13,21 +17,25 @@ SIZES = {"hidden_size": 160, "num_heads": 4, "intermediate_size": 428, "depth": 
 CONFIG = Qwen2_5_VLVisionConfig(**SIZES, fullatt_block_indexes=[1, 3])
 NARROW = Qwen2_5_VLVisionConfig(**{**SIZES, "intermediate_size": 64}, fullatt_block_indexes=[1, 3])
 """Attention takes more than the MLP."""
+OF_LAYERS = Qwen3VLVisionConfig(**SIZES, num_position_embeddings=144, deepstack_visual_indexes=[0, 2])
+"""With features of the first decoder layers."""
+WIDE = Qwen3VLVisionConfig(
+    **{**SIZES, "intermediate_size": 1200}, num_position_embeddings=36, deepstack_visual_indexes=[1]
+)
+"""The MLP takes more than attention."""
 SHAPE = TowerShape.of_config(CONFIG.to_dict(), {})
 GRIDS = [(1, 4, 4), (1, 16, 16), (1, 20, 34), (2, 10, 18)]
 """Smaller than a window, of whole windows, with cut ones, of two times."""
 
 
-def tower(
-    attention: str, dtype: torch.dtype, config: Qwen2_5_VLVisionConfig = CONFIG
-) -> Qwen2_5_VisionTransformerPretrainedModel:
-    made = Qwen2_5_VisionTransformerPretrainedModel._from_config(config, attn_implementation=attention, dtype=dtype)
-    assert isinstance(made, Qwen2_5_VisionTransformerPretrainedModel)
-    return made.eval()
+def tower(attention: str, dtype: torch.dtype, config: Any) -> Any:
+    older = isinstance(config, Qwen2_5_VLVisionConfig)
+    kind: Any = Qwen2_5_VisionTransformerPretrainedModel if older else Qwen3VLVisionModel
+    return kind._from_config(config, attn_implementation=attention, dtype=dtype).eval()
 
 
-def patches(grid: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(grid[0] * grid[1] * grid[2], SHAPE.values, dtype=dtype)
+def patches(grid: tuple[int, int, int], values: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(grid[0] * grid[1] * grid[2], values, dtype=dtype)
 
 
 def test_flops_by_tokens_are_those_of_a_square_image() -> None:
@@ -35,29 +43,28 @@ def test_flops_by_tokens_are_those_of_a_square_image() -> None:
     assert SHAPE.flops_of_tokens(60) == pytest.approx(SHAPE.flops((1, 16, 16)) * 60 / 64)
 
 
+@pytest.mark.parametrize("config", [CONFIG, OF_LAYERS])
 @pytest.mark.parametrize("grid", GRIDS)
-def test_flops_are_those_that_torch_counts(grid: tuple[int, int, int]) -> None:
-    module = tower("eager", torch.float32)
+def test_flops_are_those_that_torch_counts(grid: tuple[int, int, int], config: Any) -> None:
+    module, shape = tower("eager", torch.float32, config), TowerShape.of_config(config.to_dict(), {})
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        module(patches(grid, torch.float32), grid_thw=torch.tensor([grid]))
-    assert SHAPE.flops(grid) == pytest.approx(counter.get_total_flops(), rel=1e-9)
-    assert SHAPE.parameters == sum(each.numel() for each in module.parameters())
+        module(patches(grid, shape.values, torch.float32), grid_thw=torch.tensor([grid]))
+    assert shape.flops(grid) == pytest.approx(counter.get_total_flops(), rel=1e-9)
+    assert shape.parameters == sum(each.numel() for each in module.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("config", [CONFIG, NARROW])
+@pytest.mark.parametrize("config", [CONFIG, NARROW, OF_LAYERS, WIDE])
 @pytest.mark.parametrize("grid", GRIDS[1:3])
-def test_memory_is_what_torch_tracks(
-    grid: tuple[int, int, int], config: Qwen2_5_VLVisionConfig, dtype: torch.dtype
-) -> None:
-    module, tracker = tower("sdpa", dtype, config), MemTracker()
+def test_memory_is_what_torch_tracks(grid: tuple[int, int, int], config: Any, dtype: torch.dtype) -> None:
+    module, tracker, shape = tower("sdpa", dtype, config), MemTracker(), TowerShape.of_config(config.to_dict(), {})
     tracker.track_external(module)
     weights = sum(each.nbytes for each in module.parameters())
     with torch.no_grad(), tracker:
-        shown = patches(grid, dtype)
+        shown = patches(grid, shape.values, dtype)
         module(shown, grid_thw=torch.tensor([grid]))
     most = max(kinds["Total"] for kinds in tracker.get_tracker_snapshot("peak").values())
-    predicted = TowerShape.of_config(config.to_dict(), {}).working_bytes(len(shown), dtype.itemsize)
+    predicted = shape.working_bytes(len(shown), dtype.itemsize)
     assert predicted == pytest.approx(most - weights, rel=0.03)
 
 

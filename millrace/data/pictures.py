@@ -12,7 +12,7 @@ from millrace.errors import BadRow, refused
 
 FIELD = "data.images"
 PROCESSOR = "preprocessor_config.json"
-MODELS = frozenset({"qwen2_5_vl"})
+MODELS = frozenset({"qwen2_5_vl", "qwen3_vl"})
 """Model types whose log-probabilities with images were shown to be equal in transformers, trainer and engine."""
 CAUSES = (OSError, ValueError, SyntaxError, EOFError, MemoryError)
 """What Pillow raises for a file that it cannot read."""

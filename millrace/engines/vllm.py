@@ -47,6 +47,8 @@ EQUAL_ON_CPU = frozenset(_EQUAL_ON_CPU.split())
 """Model types whose log-probabilities in the CPU build are transformers', in float32."""
 SHIFTED_WINDOWS = frozenset({"cohere2", "cohere2_moe"})
 """Model types in whose windows vLLM has one token more than transformers."""
+IN_TURNS = "qwen3_vl_text"
+"""The model type whose axes of positions take turns in a head."""
 UNEQUAL: Mapping[str, str] = {
     "gemma3n_text": "vLLM computes a tiny model of it 0.7 nats from transformers",
     "moshi": "vLLM computes a tiny model of it 4.2 nats from transformers",
@@ -66,7 +68,18 @@ def unequal(config: Mapping[str, Any], longest: int, *, on_cpu: bool) -> str:
         return f"vLLM's windows of {kind} have one token more than transformers', {window + 1}"
     if kind == "deepseek_v2" and config.get("topk_method") == "greedy" and (config.get("n_group") or 1) > 1:
         return "vLLM chooses experts by groups although its topk_method is greedy"
+    if kind == IN_TURNS and (reason := _other_axes(config)):
+        return reason
     return UNEQUAL.get(kind) or (UNEQUAL_ON_CPU.get(kind, "") if on_cpu else "")
+
+
+def _other_axes(config: Mapping[str, Any]) -> str:
+    """Why vLLM would divide a head among time, height and width otherwise than transformers; empty if it would not."""
+    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not rope.get("mrope_section") or rope.get("mrope_interleaved") is not True:
+        return "vLLM takes the axes of its positions in turns only with mrope_section and mrope_interleaved: true"
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    return "" if kind == "default" else f"rotary positions of the type {kind} by several axes were not compared"
 
 
 DESCRIPTOR = EngineDescriptor(

@@ -23,6 +23,8 @@ from millrace.towers import TowerShape
 FIELD = "model.path"
 GATED = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 """Model types (of the text part) whose attention has a gate of its output."""
+OUTER = "model.language_model."
+"""How names of layers begin in a model with a tower."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk")
 SHARED = ("shared_expert_intermediate_size",)
@@ -42,7 +44,7 @@ def decoder_shape(folder: Path, field: str = FIELD) -> ModelShape:
         if config.get("model_type") in ARCHITECTURES:
             with suppress(InvalidJob):  # a model that only the other backend builds
                 return replace(read_shape(folder, field), tower=_tower(config, folder))
-        return replace(_sizes(text_entries(config)), tower=_tower(config, folder))
+        return _with_tower(_sizes(text_entries(config)), config, folder)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         fix = "complete the config; the prediction needs it."
         raise InvalidJob(f"{field}: {path} does not say the model's sizes: {error}.", fix) from error
@@ -79,6 +81,15 @@ def _sizes(config: Mapping[str, Any]) -> ModelShape:
     )
 
 
+def _with_tower(decoder: ModelShape, config: Mapping[str, Any], folder: Path) -> ModelShape:
+    """The model whose decoder is known, with its tower. Beside a tower layers have other names, and the whole model
+    says whether its head is tied."""
+    if config.get("model_type") not in MODELS:
+        return decoder
+    names, tied = replace(decoder.names, module=OUTER), bool(config.get("tie_word_embeddings", False))
+    return replace(decoder, names=names, tied=tied, tower=_tower(config, folder))
+
+
 def _tower(config: Mapping[str, Any], folder: Path) -> TowerShape | None:
     """The tower; None if prompts for the model cannot have images."""
     if config.get("model_type") not in MODELS or not config.get("vision_config"):
@@ -86,7 +97,7 @@ def _tower(config: Mapping[str, Any], folder: Path) -> TowerShape | None:
     processor: dict[str, Any] = {}
     with suppress(OSError, ValueError):  # a folder for text has none
         processor = json.loads((folder / PROCESSOR).read_bytes())
-    return TowerShape.of_config(config["vision_config"], processor)
+    return TowerShape.of_config({"model_type": config["model_type"], **config["vision_config"]}, processor)
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:

@@ -81,6 +81,9 @@ def test_megatrons_names_that_have_no_effect_are_told(
     assert [json.loads(each.value) for each in advice(parse(job))] == without
 
 
+IN_TURNS = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+
+
 @pytest.mark.parametrize(
     ("config", "told"),
     [
@@ -88,6 +91,16 @@ def test_megatrons_names_that_have_no_effect_are_told(
         ({"model_type": "cohere2", "sliding_window": 512}, "replicas with vLLM refuse it: vLLM's windows of cohere2"),
         ({"text_config": {"model_type": "gemma3n_text"}}, "replicas with vLLM refuse it: vLLM computes"),
         ({"model_type": "ernie4_5_moe"}, "replicas with vLLM refuse it: vLLM's CPU build"),
+        ({"text_config": {"model_type": "qwen3_vl_text", "rope_parameters": IN_TURNS}}, ""),
+        ({"text_config": {"model_type": "qwen3_vl_text", "rope_scaling": IN_TURNS}}, ""),
+        (
+            {"text_config": {"model_type": "qwen3_vl_text", "rope_parameters": {"mrope_section": [24, 20, 20]}}},
+            "replicas with vLLM refuse it: vLLM takes the axes of its positions in turns only with mrope_section and",
+        ),
+        (
+            {"text_config": {"model_type": "qwen3_vl_text", "rope_parameters": {**IN_TURNS, "rope_type": "yarn"}}},
+            "replicas with vLLM refuse it: rotary positions of the type yarn by several axes were not compared",
+        ),
     ],
 )
 def test_a_model_that_vllm_computes_otherwise_is_told(config: dict[str, Any], told: str, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from services.rollout.engines.vllm.options import SHOWN_ON_GPUS, SHOWN_RECURRENT
 from tests.hybrid_models import KINDS as HYBRIDS
+from tests.image_models import KINDS as WITH_IMAGES
 from tests.services.trainer.backends.megatron.conftest import EVERY, KINDS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -32,7 +33,7 @@ def test_the_page_is_what_is_made(made: ModuleType) -> None:
 def test_a_test_runs_each_family_where_the_table_says_so(made: ModuleType) -> None:
     """The tests of trainers and engines go over these lists."""
     run_by = {"test_recurrent.py": HYBRIDS, "test_hybrid.py": HYBRIDS, "test_vllm.py": KINDS, "test_parity.py": EVERY}
-    run_by |= {"test_sweep.py": made.RIGHT, "test_images.py": made.MODELS}
+    run_by |= {"test_sweep.py": made.RIGHT, "test_images.py": WITH_IMAGES, "test_image_prompts.py": WITH_IMAGES}
     for family in made.FAMILIES:
         for where, path in family.tests.items():
             file = DOCS.parent / path

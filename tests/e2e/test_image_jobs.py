@@ -45,9 +45,18 @@ def rows() -> list[PromptRow]:
 LORA = {"rank": 8, "alpha": 16}
 
 
-@pytest.mark.parametrize("lora", [None, LORA, {**LORA, "merge": True}], ids=["whole", "adapter", "merged"])
-def test_images_are_trained_and_bad_ones_cost_their_rows(start, job, tmp_path, lora):
-    folder = save_image_model(tmp_path / "model")
+@pytest.mark.parametrize(
+    ("lora", "kind"),
+    [
+        (None, "qwen2_5_vl"),
+        (LORA, "qwen2_5_vl"),
+        ({**LORA, "merge": True}, "qwen2_5_vl"),
+        (None, "qwen3_vl"),
+        (LORA, "qwen3_vl"),
+    ],
+)
+def test_images_are_trained_and_bad_ones_cost_their_rows(start, job, tmp_path, lora, kind):
+    folder = save_image_model(tmp_path / "model", kind=kind)
     write_rows(tmp_path / "images.parquet", rows())
     job["model"] |= {"path": str(folder), "lora": lora}
     limits = {"max_per_prompt": 2, "max_pixels": 100_000}

@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from benchmarks.shapes import config_of
 from millrace.errors import InvalidJob
@@ -78,6 +80,16 @@ def test_the_tower_of_qwen2_5_vl_7b_has_its_parameters(tmp_path: Path) -> None:
     shape = decoder_shape(folder(tmp_path, config)).tower
     assert shape is not None and shape.parameters == counted
     assert decoder_shape(folder(tmp_path, LLAMA)).tower is None
+
+
+def test_the_tower_of_qwen3_vl_8b_has_its_parameters(tmp_path: Path) -> None:
+    """Its config names no sizes but those that differ from transformers' own."""
+    config = {**LLAMA, "model_type": "qwen3_vl", "vision_config": {"out_hidden_size": 4096}}
+    with torch.device("meta"):
+        tower = Qwen3VLVisionModel._from_config(Qwen3VLVisionConfig(out_hidden_size=4096))
+    shape = decoder_shape(folder(tmp_path, config))
+    assert shape.tower is not None
+    assert shape.tower.parameters == sum(parameter.numel() for parameter in tower.parameters())
 
 
 def test_an_architecture_that_the_megatron_backend_builds_is_read_whole(tmp_path: Path) -> None:

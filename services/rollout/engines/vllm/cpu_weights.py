@@ -17,7 +17,18 @@ from services.rollout.engines.vllm import cpu_recurrence
 
 BY_TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 BY_PILLOW = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
-OF_PROMPTS = "transformers.models.qwen2_5_vl.processing_qwen2_5_vl"
+OF_PROMPTS = {
+    "Qwen2_5_VLProcessor": "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
+    "Qwen3VLProcessor": "transformers.models.qwen3_vl.processing_qwen3_vl",
+}
+"""Processors of prompts with images and videos, and their modules."""
+SPECIAL = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+}
+"""Tokens of images and videos, by the names of the attributes that such processors have."""
 
 
 def install() -> None:
@@ -41,23 +52,22 @@ def install() -> None:
 def read_images_without_torchvision() -> None:
     """If torchvision is not installed: puts transformers' processor of images by Pillow in the place of the one that
     needs it, which vLLM's module of Qwen3.5 imports also for the language model alone, and takes the processor of
-    videos, which needs it too, out of that of Qwen2.5-VL. Idempotent. The replica's own process calls it too: vLLM runs
-    plugins once a process, which may have been before the process became a replica."""
+    videos, which needs it too, out of those of `OF_PROMPTS`. Idempotent. The replica's own process calls it too: vLLM
+    runs plugins once a process, which may have been before the process became a replica."""
     if find_spec("torchvision") is None and find_spec(BY_PILLOW) is not None:
         sys.modules.setdefault(BY_TORCHVISION, import_module(BY_PILLOW))
-        processor: Any = import_module(OF_PROMPTS).Qwen2_5_VLProcessor
-        processor.__init__ = _without_videos
+        for name, place in OF_PROMPTS.items():
+            getattr(import_module(place), name).__init__ = _without_videos
 
 
 def _without_videos(
     processor: Any, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **unused: Any
 ) -> None:
-    """The constructor of Qwen2.5-VL's processor without a processor of videos. Its arguments are the parts that
-    transformers loads."""
-    processor.image_token, processor.video_token = "<|image_pad|>", "<|video_pad|>"
-    processor.image_token_id, processor.video_token_id = tokenizer.convert_tokens_to_ids(
-        [processor.image_token, processor.video_token]
-    )
+    """The constructor of such a processor without a processor of videos. Its arguments are the parts that transformers
+    loads."""
+    for name, token in SPECIAL.items():
+        setattr(processor, name, token)
+        setattr(processor, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
     super(type(processor), processor).__init__(image_processor, tokenizer, chat_template=chat_template)
     processor.video_processor = image_processor  # vLLM reads the names of its options; prompts have no videos
 

@@ -2,7 +2,8 @@
 
 The language model is built without its tower, so that optimizer, publications and checkpoints have its tensors alone.
 Ranks and sequences without images call nothing more than others: what the tower makes of a micro-batch's images is put
-in the place of embeddings, inside the language model's forward pass.
+in the place of embeddings, inside the language model's forward pass. The towers of some models make more features of
+each piece of an image, which are added to the hidden states after the first decoder layers.
 """
 
 import copy
@@ -55,11 +56,17 @@ def _of_tower(name: str) -> bool:
 
 
 def _put(module: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Puts features in the places of embeddings."""
+    """Puts the first features in the places of embeddings, and hands the others to the language model."""
     if (shown := named.pop(IMAGES, None)) is not None:
-        places_n, features_nh = shown
+        places_n, features_fnh = shown
         whole = named["inputs_embeds"]
-        named["inputs_embeds"] = whole.index_copy(1, places_n, features_nh[None].to(whole.dtype))
+        named["inputs_embeds"] = whole.index_copy(1, places_n, features_fnh[:1].to(whole.dtype))
+        if len(features_fnh) > 1:
+            seen = torch.zeros(whole.shape[:2], dtype=torch.bool, device=whole.device)
+            named |= {
+                "visual_pos_masks": seen.index_fill(1, places_n, True),
+                "deepstack_visual_embeds": list(features_fnh[1:]),
+            }
     return arguments, named
 
 
@@ -100,13 +107,15 @@ class Tower:
 
     @torch.no_grad()
     def _features(self, file: bytes) -> tuple[Tensor, Tensor]:
-        """Features of an image, [tokens, H], and its grid, int64 [1, 3]."""
+        """Features of an image, those of embeddings and those of each of the first layers, [1 + layers, tokens, H], and
+        its grid, int64 [1, 3]."""
         key = hashlib.sha256(file).digest()
         if key not in self._kept:
             patches, grid = self._pictures.pixels(self._pictures.opened([file]))
             grid = grid.to(self._device)
             made: Any = self._module(patches.to(self._device, self._dtype), grid_thw=grid)
-            self._kept[key] = made.pooler_output, grid
+            of_layers = getattr(made, "deepstack_features", None) or []
+            self._kept[key] = torch.stack([made.pooler_output, *of_layers]), grid
             self.flops += sum(map(self._shape.flops, grid.tolist()))
             while sum(kept.nbytes for kept, _ in self._kept.values()) > MOST_KEPT and len(self._kept) > 1:
                 self._kept.popitem(last=False)
@@ -125,17 +134,18 @@ class Tower:
             own = [self._features(file) for file in files]
             kinds_t = torch.zeros_like(tokens_t)
             if own:
-                of_images = torch.cat([each for each, _ in own])
+                of_images = torch.cat([each for each, _ in own], 1)
+                count = of_images.shape[1]
                 # A sampled token that stands for an image is text: those of images come before it.
-                at = (tokens_t == self._pictures.token).nonzero().squeeze(1)[: len(of_images)]
-                if len(at) < len(of_images):
-                    what = f"a sequence has {len(at)} tokens of images, and its images make {len(of_images)}."
+                at = (tokens_t == self._pictures.token).nonzero().squeeze(1)[:count]
+                if len(at) < count:
+                    what = f"a sequence has {len(at)} tokens of images, and its images make {count}."
                     raise InvalidState(what, "use the same processor files on replicas and trainer.")
                 kinds_t[at] = 1
                 places.append(at + int(batch.starts[number]))
                 features.append(of_images)
             positions.append(self._positions(tokens_t, kinds_t, [grid for _, grid in own]))
-        shown = torch.cat(places).to(self._device), torch.cat(features)
+        shown = torch.cat(places).to(self._device), torch.cat(features, 1)
         return {IMAGES: shown, "position_ids": torch.cat(positions, 1)[:, None].to(self._device)}
 
     def _positions(self, tokens_t: Tensor, kinds_t: Tensor, grids: Sequence[Tensor]) -> Tensor:

@@ -19,6 +19,7 @@ from services.rollout.replica import check_images
 from tests.adapters import published, with_adapter
 from tests.image_models import (
     END,
+    KINDS,
     PAD,
     START,
     language_layers,
@@ -103,12 +104,29 @@ def check(asked: Asked, folder: Path, answers: list[Completion], models: list[An
         assert apart.max() < CLOSE, (row, versions.tolist(), apart.tolist())
 
 
-@pytest.mark.parametrize("policy", ["recompute", pytest.param("keep", marks=pytest.mark.matrix)])
-def test_tokens_are_of_the_images_and_of_their_version(policy: str, run: Run, tmp_path: Path) -> None:
-    folder = save_image_model(tmp_path / "0")
-    models = [opened_model(folder), opened_model(save_image_model(tmp_path / "1", seed=1))]
+IN_CHUNKS = {"max_num_batched_tokens": 40, "max_num_seqs": 16}
+"""A pass sees parts of prompts, and of images."""
+TIED = {"kind": "qwen3_vl", "tied": True}
+
+
+@pytest.mark.parametrize(
+    ("policy", "model"),
+    [
+        ("recompute", {}),
+        ("recompute", TIED),
+        pytest.param("keep", {}, marks=pytest.mark.matrix),
+        pytest.param("keep", TIED, marks=pytest.mark.matrix),
+        pytest.param("recompute", {"kind": "qwen3_vl"}, marks=pytest.mark.matrix),
+    ],
+)
+def test_tokens_are_of_the_images_and_of_their_version(
+    policy: str, model: dict[str, Any], run: Run, tmp_path: Path
+) -> None:
+    folder = save_image_model(tmp_path / "0", **model)
+    models = [opened_model(folder), opened_model(save_image_model(tmp_path / "1", seed=1, **model))]
     asked = Asked(folder)
-    spec = job_spec(folder, "vllm", data={"images": {"max_per_prompt": 3}, "max_prompt_tokens": 400})
+    images = {"images": {"max_per_prompt": 3}, "max_prompt_tokens": 400}
+    spec = job_spec(folder, "vllm", data=images, rollout={"engine_options": IN_CHUNKS} if model else {})
 
     async def scenario(engine: Any) -> None:
         await publish_shards(engine, language_model(models[0]), 1)
@@ -132,10 +150,18 @@ def test_tokens_are_of_the_images_and_of_their_version(policy: str, run: Run, tm
     started(run, spec, scenario)
 
 
-@pytest.mark.parametrize("policy", ["recompute", pytest.param("keep", marks=pytest.mark.matrix)])
-def test_tokens_are_of_the_images_and_of_their_adapter(policy: str, run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [
+        ("recompute", "qwen2_5_vl"),
+        pytest.param("keep", "qwen2_5_vl", marks=pytest.mark.matrix),
+        pytest.param("recompute", "qwen3_vl", marks=pytest.mark.matrix),
+        pytest.param("keep", "qwen3_vl", marks=pytest.mark.matrix),
+    ],
+)
+def test_tokens_are_of_the_images_and_of_their_adapter(policy: str, kind: str, run: Run, tmp_path: Path) -> None:
     """What the engine keeps of images stays valid: the tower is frozen. Keys and values of images do not."""
-    folder = save_image_model(tmp_path / "0")
+    folder = save_image_model(tmp_path / "0", kind=kind)
     base = opened_model(folder)
     layers = language_layers(base)
     adapted = [with_adapter(base, seed=seed, rank=5, alpha=16.0, targets=layers) for seed in range(2)]
@@ -168,8 +194,9 @@ def test_tokens_are_of_the_images_and_of_their_adapter(policy: str, run: Run, tm
 
 
 @pytest.mark.matrix  # test_tokens_are_of_the_images_and_of_their_version has a prompt without images
-def test_a_job_of_text_needs_no_processor(run: Run, tmp_path: Path) -> None:
-    folder = save_image_model(tmp_path / "0")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_of_text_needs_no_processor(kind: str, run: Run, tmp_path: Path) -> None:
+    folder = save_image_model(tmp_path / "0", kind=kind)
     model, asked = opened_model(folder), Asked(folder)
     (folder / "preprocessor_config.json").unlink()
 

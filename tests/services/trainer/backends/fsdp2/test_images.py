@@ -30,6 +30,7 @@ from tests.adapters import published, with_adapter
 from tests.forked import CONTEXT
 from tests.image_models import (
     END,
+    KINDS,
     PAD,
     START,
     language_layers,
@@ -55,9 +56,9 @@ PROMPTS: tuple[tuple[list[int], tuple[tuple[int, int], ...]], ...] = (
 """Short tokens, and width and height of each image."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_image_model(tmp_path_factory.mktemp("images") / "model")
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_image_model(tmp_path_factory.mktemp("images") / "model", kind=request.param)
 
 
 def drawn(folder: Path) -> list[Sample]:
@@ -95,10 +96,15 @@ def with_sampled_pad(model: Any, folder: Path, sample: Sample) -> torch.Tensor:
     kinds = (ids == PAD).int()
     kinds[:, len(sample.prompt) :] = 0
     patches, grid = pictures.pixels(pictures.opened(sample.images))
-    features = torch.cat(list(model.model.get_image_features(patches, grid, return_dict=True).pooler_output))
+    made = model.model.get_image_features(patches, grid, return_dict=True)
+    features = torch.cat(list(made.pooler_output))
     embedded = model.get_input_embeddings()(ids).masked_scatter(kinds[..., None].bool(), features.detach())
     positions, _ = model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)
-    hidden = model.model.language_model(inputs_embeds=embedded, position_ids=positions, use_cache=False)
+    later = {}
+    if hasattr(made, "deepstack_features"):
+        of_layers = [torch.cat(list(each)) for each in made.deepstack_features]
+        later = {"visual_pos_masks": kinds.bool(), "deepstack_visual_embeds": of_layers}
+    hidden = model.model.language_model(inputs_embeds=embedded, position_ids=positions, use_cache=False, **later)
     scores = model.lm_head(hidden.last_hidden_state)[0].log_softmax(-1)
     return scores[:-1].gather(1, ids[0, 1:, None])[len(sample.prompt) - 1 :, 0]
 
@@ -121,9 +127,13 @@ def test_positions_of_the_row_alone_would_be_wrong(one_rank: torch.device, folde
     samples = drawn(folder)
     backend: Any = build(job_spec(folder, data=DATA, trainer=TRAINER), one_rank)
     expected = torch.cat(alone(folder, samples)[0])
-    whole = backend._tower.inputs
-    for broken in ({"position_ids": None}, {"image_features": None}):
-        backend._tower.inputs = lambda batch, b=broken: {k: v for k, v in whole(batch).items() if k not in b}
+    whole = backend._tower.inputs(MicroBatch.pack(samples, range(len(samples))))
+    places, features = whole["image_features"]
+    assert len(features) == len(getattr(opened_model(folder).config.vision_config, "deepstack_visual_indexes", ())) + 1
+    less = [{"image_features": (places, features[:layers])} for layers in range(1, len(features))]
+    for broken in ({"position_ids": None}, {"image_features": None}, *less):
+        given = {name: value for name, value in {**whole, **broken}.items() if value is not None}
+        backend._tower.inputs = lambda batch, given=given: given
         (found,) = backend.logprobs([MicroBatch.pack(samples, range(len(samples)))], temperature=1.0)
         assert float((found - expected).abs().max()) > 100 * CLOSE, broken
 
@@ -253,16 +263,22 @@ def test_the_adapter_of_a_folder_is_published_as_the_engine_awaits_it(
     assert base == {info.name for info, _ in build(job_spec(folder), one_rank).export("float32")}
 
 
-@pytest.mark.parametrize("lora", [{}, {"target_modules": ["q_proj", "mlp.down_proj"], "exclude_modules": ["qkv"]}])
+@pytest.mark.parametrize(
+    ("lora", "ends"),
+    [
+        ({}, ("proj",)),
+        ({"target_modules": ["q_proj", "mlp.down_proj"], "exclude_modules": ["qkv"]}, ("q_proj", "mlp.down_proj")),
+        ({"target_modules": ["linear_fc1"]}, ("gate_proj", "up_proj")),
+    ],
+)
 def test_trainer_engine_and_ledger_mean_the_language_model_s_layers(
-    one_rank: torch.device, folder: Path, lora: dict[str, Any]
+    one_rank: torch.device, folder: Path, lora: dict[str, Any], ends: tuple[str, ...]
 ) -> None:
-    """A name that the tower has too, as `mlp.down_proj`, means no layer of it."""
+    """A name that the tower has too, as `mlp.down_proj` and Megatron's `linear_fc1`, means no layer of it."""
     spec = job_spec(folder, model={"lora": {**lora, "rank": 4}}, data=DATA, trainer=TRAINER)
     backend: Any = build(spec, one_rank)
     model_check.check(spec)
     named = {name.partition(".lora_")[0].removeprefix("base_model.model.") for name, _ in backend.adapter.export()}
-    ends = ("proj",) if not lora else ("q_proj", "mlp.down_proj")
     assert named == {name for name in language_layers(opened_model(folder)) if name.endswith(ends)}
     served = adapter_shape(spec)
     assert served is not None and {layer.name for layer in served.layers} == named
@@ -298,6 +314,9 @@ def on_rank(rank: int, place: Path, model: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "folder", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.matrix)], indirect=True
+)  # test_packed_is_what_each_is_alone has both, on one rank
 def test_a_rank_without_images_computes_with_one_that_has_some(folder: Path, tmp_path: Path) -> None:
     adapted = with_language_adapter(folder, 1)
     adapted.save_pretrained(tmp_path / "peft")
@@ -324,9 +343,16 @@ def test_images_that_need_more_places_are_refused(one_rank: torch.device, folder
         backend.logprobs([MicroBatch.pack([short], [0])], temperature=1.0)
 
 
-def test_attention_that_does_not_learn_of_borders_is_refused(folder: Path) -> None:
-    """`sdpa` would need positions of another shape for this model."""
+def test_attention_that_does_not_learn_of_borders_is_refused(one_rank: torch.device, folder: Path) -> None:
+    """`sdpa` would need positions of another shape for Qwen2.5-VL."""
     model_check.check(job_spec(folder, data=DATA, trainer=TRAINER))
     model_check.check(job_spec(folder))
+    by_mask = {**TRAINER, "backend_options": {"attention": "sdpa"}}
+    if opened_model(folder).config.model_type == "qwen3_vl":
+        samples = drawn(folder)
+        backend: Any = build(job_spec(folder, data=DATA, trainer=by_mask), one_rank)
+        (found,) = backend.logprobs([MicroBatch.pack(samples, range(len(samples)))], temperature=1.0)
+        torch.testing.assert_close(found, torch.cat(alone(folder, samples)[0]), atol=CLOSE, rtol=0)
+        return
     with pytest.raises(InvalidJob, match=r"with sdpa attention, differs by .* nats"):
         model_check.check(job_spec(folder, trainer={"backend_options": {"attention": "sdpa"}}))
