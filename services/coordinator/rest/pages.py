@@ -43,7 +43,9 @@ PAGE = STATIC / "index.html"
 REVALIDATED = {"Cache-Control": "no-cache"}
 """A browser asks each time whether a file has changed: after an upgrade all files of the page are of one release."""
 ONLY_OWN = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' blob: data:; base-uri 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": (
+        "default-src 'self'; img-src 'self' blob: data:; base-uri 'none'; frame-ancestors 'none'"
+    ),
     "X-Content-Type-Options": "nosniff",
 }
 """The browser loads and runs nothing that the coordinator does not serve, and no other page can frame this one."""
