@@ -45,6 +45,8 @@ class DropReason(StrEnum):
     """The job failed while the prompt was still in flight."""
     JOB_CANCELLED = "job_cancelled"
     """The job was cancelled while the prompt was still in flight."""
+    JOB_PREEMPTED = "job_preempted"
+    """The job gave way to another one while the prompt was still in flight. It is issued again when the job goes on."""
 
 
 @dataclass(frozen=True)

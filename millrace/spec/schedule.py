@@ -80,7 +80,11 @@ class Schedule(StrictModel):
     """The partition of the fleet in which the job has to run: its trainer and replicas were started with `--partition`
     (docs/several-jobs.md). null: any whose members can run it."""
     priority: int = Field(0, ge=-1000, le=1000)
-    """Of the jobs in the queue, those with a higher number start sooner. One that runs is not interrupted."""
+    """Of the jobs in the queue, those with a higher number start sooner. One that runs goes on, but for `preempt`."""
+    preempt: bool = False
+    """true: while this job waits for its turn, a job of a lower priority that runs where it could run gives way after
+    its step: it saves a checkpoint and goes back to the queue. The coordinator has to allow it by `--preempt-after-s`
+    (docs/several-jobs.md)."""
     save_in_background: bool = True
     """true: training continues while a checkpoint is written from a copy in host memory, which takes 12 bytes a
     parameter over all ranks. false: training waits for the disk."""

@@ -28,6 +28,7 @@ from services.coordinator.options import (
     KeepJobsOption,
     LeaseOption,
     LostOption,
+    PreemptOption,
     PriceOption,
     RedisOption,
     ScalerOption,
@@ -70,6 +71,7 @@ def main(
     scale_up_s: UpOption = 30.0,
     scale_down_s: DownOption = 300.0,
     jobs_per_user: JobsPerUserOption = 0,
+    preempt_after_s: PreemptOption = 0.0,
     webhook: WebhookOption = "",
     webhook_key: WebhookKeyOption = "",
     stalled_after_s: StalledOption = 3600.0,
@@ -96,6 +98,7 @@ def main(
             lease_s,
             scaled,
             jobs_per_user,
+            preempt_after_s,
             own_webhook(webhook, webhook_key, stalled_after_s),
         )
         logs.configure("coordinator")

@@ -55,6 +55,14 @@ JobsPerUserOption = Annotated[
         max=1000,
     ),
 ]
+PreemptOption = Annotated[
+    float,
+    typer.Option(
+        envvar="MILLRACE_PREEMPT_AFTER_S",
+        help="Seconds that a job runs after each start before it gives way to one with schedule.preempt; 0: none does.",
+        min=0,
+    ),
+]
 WebhookOption = Annotated[
     str,
     typer.Option(

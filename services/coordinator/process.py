@@ -35,7 +35,7 @@ from services.coordinator.stages.run import Shared
 from services.coordinator.standby import Standby, bound
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.member import Patience
-from services.coordinator.state.waiting import Quota
+from services.coordinator.state.waiting import Preemption, Quota
 from services.coordinator.store import Holder, Store, StoreDown, Superseded
 from services.coordinator.webhooks import Hook, Webhooks
 from services.coordinator.work.queue import Queues
@@ -63,6 +63,8 @@ class Settings:
     """What starts and stops the replicas of `rollout`, and by what rules; None: they are not scaled."""
     jobs_per_user: int = 0
     """Most active jobs of one user; 0: no limit."""
+    preempt_after_s: float = 0.0
+    """Seconds that a job runs after each start before it gives way to one that asks for it; 0: none does."""
     webhook: Hook | None = None
     """Webhook that gets messages about every job; None: only the webhooks of jobs get some."""
 
@@ -131,7 +133,7 @@ class Coordinator:
             control=control_bell,
             work_address=_work_address(self._settings.grpc_host, grpc.port),
         )
-        placing = Placing(shared, Quota(self._settings.jobs_per_user))
+        placing = Placing(shared, Quota(self._settings.jobs_per_user), Preemption(self._settings.preempt_after_s))
         await placing.load()
         views = JobViews(placing)
         control = Control(store, events, control_bell, views.waits_for)

@@ -89,7 +89,7 @@ export interface DiagnosisView {
 }
 
 /** DropReason of proto/millrace/v1/common.proto. The ledger, events, Prometheus and REST use these values. */
-export type DropReason = "unspecified" | "bad_row" | "bad_prompt" | "prompt_too_long" | "bad_logprobs" | "reward_failed" | "incomplete_group" | "malformed_group" | "group_too_large" | "environment_failed" | "replica_failed" | "killed_replicas" | "no_signal" | "too_stale" | "job_succeeded" | "job_failed" | "job_cancelled";
+export type DropReason = "unspecified" | "bad_row" | "bad_prompt" | "prompt_too_long" | "bad_logprobs" | "reward_failed" | "incomplete_group" | "malformed_group" | "group_too_large" | "environment_failed" | "replica_failed" | "killed_replicas" | "no_signal" | "too_stale" | "job_succeeded" | "job_failed" | "job_cancelled" | "job_preempted";
 
 /** The held-out prompts were scored. */
 export interface EvaluationDone {

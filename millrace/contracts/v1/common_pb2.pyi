@@ -39,6 +39,7 @@ class DropReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DROP_REASON_ENVIRONMENT_FAILED: _ClassVar[DropReason]
     DROP_REASON_KILLED_REPLICAS: _ClassVar[DropReason]
     DROP_REASON_TOO_STALE: _ClassVar[DropReason]
+    DROP_REASON_JOB_PREEMPTED: _ClassVar[DropReason]
 
 class EpisodeEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -70,6 +71,7 @@ DROP_REASON_GROUP_TOO_LARGE: DropReason
 DROP_REASON_ENVIRONMENT_FAILED: DropReason
 DROP_REASON_KILLED_REPLICAS: DropReason
 DROP_REASON_TOO_STALE: DropReason
+DROP_REASON_JOB_PREEMPTED: DropReason
 EPISODE_END_UNSPECIFIED: EpisodeEnd
 EPISODE_END_DONE: EpisodeEnd
 EPISODE_END_TURNS: EpisodeEnd

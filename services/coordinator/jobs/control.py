@@ -48,6 +48,7 @@ CHANGEABLE = {
     "schedule.save_in_background": True,
     "schedule.partition": False,
     "schedule.priority": False,
+    "schedule.preempt": False,
     "schedule.steps": True,
     "model.use_shm": True,
     "trainer.token_budget": True,
@@ -215,7 +216,7 @@ class Control:
         cancelled until then."""
         if job.state is JobState.SUCCEEDED:
             raise refusal(job.id, job.state, "resumed")
-        cleared: dict[str, Any] = dict.fromkeys(("failure", "wanted", "finished_s", "report"), "")
+        cleared: dict[str, Any] = dict.fromkeys(("failure", "wanted", "finished_s", "report", "gave_way"), "")
         if changes:
             tree, reload = applied(json.loads(job.spec_json), changes)
             spec = await asyncio.to_thread(submission.check, tree)
@@ -227,7 +228,8 @@ class Control:
         async with self._admitting:
             await asyncio.to_thread(_check_checkpoints, job, await self._store.index.with_output(job.folder))
             cleared |= job.clock(time.time())
-            await self._events.move(job.id, JobState.QUEUED, _resumption(job, changes), **cleared)
+            ended = [JobState.FAILED, JobState.CANCELLED]
+            await self._events.move(job.id, JobState.QUEUED, _resumption(job, changes), only=ended, **cleared)
 
     async def _pause_withdrawn(self, job_id: JobId) -> bool:
         """Withdraws a pause that the loop has not carried out yet. False if the job is paused by now. Raises

@@ -6,7 +6,7 @@ started again from the top: after a crash of the coordinator, of Redis or of the
 
 from millrace.telemetry.spans.kinds import SpanKind
 from services.coordinator.stages.admit import admit
-from services.coordinator.stages.checkpoint import checkpoint, keep_best
+from services.coordinator.stages.checkpoint import checkpoint, give_way, keep_best
 from services.coordinator.stages.configure import configure
 from services.coordinator.stages.evaluate import begin_evaluation, evaluate, evaluated_before, recall_evaluation
 from services.coordinator.stages.issue import issue
@@ -19,7 +19,7 @@ from services.coordinator.stages.track import track
 
 
 async def train(run: Run) -> None:
-    """Runs a job to its end. Raises Cancelled, TrainerLost, StoreDown, and MillraceError if the job fails."""
+    """Runs a job to its end. Raises Cancelled, GaveWay, TrainerLost, StoreDown, and MillraceError if the job fails."""
     # A rewind may have been interrupted; and a resumed job begins with one.
     if await run.prompts.undo():
         await run.forget_evaluation()
@@ -52,6 +52,7 @@ async def train(run: Run) -> None:
         await stop_early(run)
         if run.done:
             continue  # the last checkpoint and evaluation
+        await give_way(run)
 
         # From here to the next version.
         batch = await admit(run)

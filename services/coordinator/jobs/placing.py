@@ -13,16 +13,17 @@ from millrace.telemetry.spans.recorder import RECORDER
 from services.coordinator.stages.run import Components, Shared
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.job import JobRecord
-from services.coordinator.state.waiting import Place, Quota, next_for
+from services.coordinator.state.waiting import Place, Preemption, Quota, next_for, preempted_by
 
 
 class Placing:
     """All partitions, and which job runs where. A partition runs at most one job, and an active job is in exactly one
     partition: it is recorded with the job in the same transition in which the job starts."""
 
-    def __init__(self, shared: Shared, quota: Quota) -> None:
+    def __init__(self, shared: Shared, quota: Quota, preemption: Preemption) -> None:
         self.shared = shared
         self.quota = quota
+        self._preemption = preemption
         self.partitions: dict[str, Components] = {}
         self.added = Bell()
         """Rings when there is another partition."""
@@ -68,6 +69,14 @@ class Placing:
                 return job
             return await self._start(components, active)
 
+    async def preempted_by(self, components: Components) -> JobRecord | None:
+        """The queued job for which the one that runs in a partition gives way now; None if it goes on."""
+        if not self._preemption.after_s:
+            return None
+        index = self.shared.store.index
+        jobs = (await index.queued(), await index.active(), self.places(), self.quota)
+        return preempted_by(components.fleet.name, *jobs, self._preemption, time.time())
+
     async def _start(self, components: Components, active: Sequence[JobRecord]) -> JobRecord | None:
         store, turn, name = self.shared.store, components.turn, components.fleet.name
         found = next_for(name, await store.index.queued(), active, self.places(), self.quota)
@@ -79,7 +88,7 @@ class Placing:
         if len(self.partitions) > 1:
             message = f"starting in the partition {name}: trainer and replicas load the model"
         try:
-            started = queued.clock(time.time())
+            started = {**queued.clock(time.time()), "started_step": queued.step, "gave_way": ""}
             await self.shared.events.move(queued.id, JobState.STARTING, message, partition=name, **started)
         except InvalidState:  # it was cancelled meanwhile
             return None

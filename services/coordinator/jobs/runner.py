@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from functools import partial
 from typing import Literal
 
 import structlog
@@ -15,7 +16,7 @@ import structlog
 from millrace import events, hub
 from millrace.data import PromptSource, open_section
 from millrace.drops import DropReason
-from millrace.errors import MillraceError, Unavailable
+from millrace.errors import InvalidState, MillraceError, Unavailable
 from millrace.ids import JobId
 from millrace.rest import JobState
 from services.coordinator.fleet.trainer import TrainerLeft, TrainerLost
@@ -25,11 +26,11 @@ from services.coordinator.jobs.waiting import JobViews, WaitingEvents
 from services.coordinator.stages.checkpoint import recover
 from services.coordinator.stages.checkpoint_copies import copies_done
 from services.coordinator.stages.report import report
-from services.coordinator.stages.run import Cancelled, Components, Run
+from services.coordinator.stages.run import Cancelled, Components, GaveWay, Run
 from services.coordinator.stages.standby import forget_copies
 from services.coordinator.state.bell import waited
 from services.coordinator.state.faults import TRAINER_BUDGET
-from services.coordinator.state.job import JobRecord
+from services.coordinator.state.job import JobRecord, Wanted
 from services.coordinator.store import StoreDown, Superseded
 
 log = structlog.get_logger(__name__)
@@ -100,6 +101,9 @@ class Runner:
             raise
         except Cancelled as cancelled:
             await self._end(job.id, run, JobState.CANCELLED, str(cancelled), DropReason.JOB_CANCELLED)
+        except GaveWay as gave:
+            assert run is not None
+            await self._back_to_queue(run, gave.other)
         except TrainerLeft as left:
             await self._handed_over(job, run, left)
             goes_on = True
@@ -124,7 +128,9 @@ class Runner:
         held_out = await asyncio.to_thread(open_section, here, "evaluation")
         assert source is not None
         await self._tell_data(job, source, held_out)
-        return Run(job, self._components, source, held_out)
+        run = Run(job, self._components, source, held_out)
+        run.preempted_by = partial(self._placing.preempted_by, self._components)
+        return run
 
     async def _tell_data(self, job: JobRecord, source: PromptSource, held_out: PromptSource | None) -> None:
         """Says once, before the job issues its first prompt, what is taken for what in its rows."""
@@ -185,6 +191,28 @@ class Runner:
         fleet, deadline = self._components.fleet, time.monotonic() + within_s
         while fleet.trainer is None and (left_s := deadline - time.monotonic()) > 0:
             await waited(fleet.bell.next(), min(left_s, 1.0))
+
+    async def _back_to_queue(self, run: Run, other: JobRecord) -> None:
+        """Moves a job that has saved its last step back to the queue, in one transition with the end of its ledger.
+        What was in flight is issued again when it starts."""
+        await run.forget_evaluation()
+        await copies_done(run)
+        await forget_copies(run)
+        job, now = await self._components.store.jobs.get(run.job.id), time.time()
+        why = f"it gave way after step {job.step}"
+        whom = f"{other.named_for(job)}, whose priority is {other.priority}"
+        message = f"{job.name} gives way to {whom}; it is queued again with its checkpoint of step {job.step}"
+        with contextlib.suppress(InvalidState):  # meanwhile somebody asked for a pause or cancelled it: it runs on
+            await self._components.events.move(
+                job.id,
+                JobState.QUEUED,
+                message,
+                [JobState.RUNNING],
+                pending=Wanted.NOTHING,
+                gave_way=why,
+                **job.clock(now),
+            )
+        self._components.control.ring()
 
     async def _fail(self, job_id: JobId, run: Run | None, failure: str) -> None:
         """Records the failure first: after a crash in the middle of this, the job is ended and not run again."""

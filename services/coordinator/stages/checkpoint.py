@@ -22,7 +22,7 @@ from millrace.contracts.v1 import trainer_pb2
 from millrace.errors import InvalidState, MillraceError, NotFound
 from millrace.telemetry.spans.kinds import SpanKind
 from services.coordinator.stages.checkpoint_copies import begin_copy, remove_copy
-from services.coordinator.stages.run import Run
+from services.coordinator.stages.run import GaveWay, Run
 from services.coordinator.stages.spans import traced
 
 log = structlog.get_logger(__name__)
@@ -63,6 +63,24 @@ async def checkpoint(run: Run) -> None:
         if run.done:
             raise
     await run.add_to_row({"timing_s/save_checkpoint": time.monotonic() - started})
+
+
+async def give_way(run: Run) -> None:
+    """Raises GaveWay where another job has the turn now, once the state of this step is on the disk. If it cannot be
+    saved the job goes on, and tries again after its next step. Raises TrainerLost."""
+    if run.preempted_by is None or await run.preempted_by() is None:
+        return
+    try:
+        with contextlib.suppress(SaveFailed):  # of an earlier step
+            await _settle(run)
+        if run.job.checkpoint_step != run.job.step:
+            await _begin(run)
+            await _settle(run)
+    except SaveFailed as error:
+        log.warning("the job does not give way", job=run.job.id, error=str(error))
+        return
+    if (other := await run.preempted_by()) is not None:  # it may have been cancelled meanwhile
+        raise GaveWay(other)
 
 
 async def recover(run: Run) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -40,6 +41,14 @@ LOOK_EVERY_S = 1.0
 
 class Cancelled(Exception):
     """The job was cancelled."""
+
+
+class GaveWay(Exception):
+    """The job goes back to the queue, for another one. Its checkpoint is that of its last step."""
+
+    def __init__(self, other: JobRecord) -> None:
+        super().__init__(other.id)
+        self.other = other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +163,8 @@ class Run:
         self.microbatches_at_once = 0
         """Micro-batches that keep all ranks of the trainer busy; 0: it takes no step in parts."""
         self.lengths = Lengths()
+        self.preempted_by: Callable[[], Awaitable[JobRecord | None]] | None = None
+        """Finds the queued job for which this one gives way now; None: it never does."""
         self._terms = LeaseTerms.of(self.spec)
         self._without_replicas = {name: TimeWithoutReplicas() for name in (ROLLOUT, *(p.name for p in self.spec.pools))}
         self._order: tuple[int, Order] | None = None

@@ -19,7 +19,9 @@ from millrace.spec.job import JobSpec
 TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset({JobState.STARTING, JobState.FAILED, JobState.CANCELLED}),
     JobState.STARTING: frozenset({JobState.RUNNING, JobState.FAILED, JobState.CANCELLED}),
-    JobState.RUNNING: frozenset({JobState.PAUSED, JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}),
+    JobState.RUNNING: frozenset(
+        {JobState.PAUSED, JobState.QUEUED, JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
+    ),  # to the queue: it gave way to a job of a higher priority
     JobState.PAUSED: frozenset({JobState.RUNNING, JobState.FAILED, JobState.CANCELLED}),
     JobState.SUCCEEDED: frozenset(),
     JobState.FAILED: frozenset({JobState.QUEUED}),
@@ -51,7 +53,8 @@ def before(state: JobState) -> list[JobState]:
 def placement(spec: JobSpec) -> dict[str, Any]:
     """The fields of a record by which a job gets its partition and its turn, from its spec."""
     schedule, pools = spec.schedule, ",".join(pool.name for pool in spec.pools)
-    return {"wanted_partition": schedule.partition or "", "priority": schedule.priority, "pools": pools}
+    turn = {"wanted_partition": schedule.partition or "", "priority": schedule.priority}
+    return {**turn, "preempt": int(schedule.preempt), "pools": pools}
 
 
 def no_such_job(job_id: str) -> NotFound:
@@ -144,6 +147,12 @@ class JobRecord:
     wanted_partition: str = ""
     """The partition in which it has to run; empty: any whose members can run it."""
     priority: int = 0
+    preempt: int = 0
+    """1: while it waits for its turn, jobs of a lower priority give way to it."""
+    started_step: int = 0
+    """Steps that were trained when it started last."""
+    gave_way: str = ""
+    """Why it is in the queue again, if it gave way to another job; empty since it has started again."""
     pools: str = ""
     """Names of the pools that it needs besides `rollout`, with commas between them."""
     folder: str = ""
@@ -165,7 +174,9 @@ class JobRecord:
     @cached_property
     def spec_for_members(self) -> str:
         """The spec as trainer and replicas get it: without the fields that have their defaults."""
-        schedule = self.spec.schedule.model_copy(update={"partition": None, "priority": 0})  # of no use to a member
+        schedule = self.spec.schedule.model_copy(
+            update={"partition": None, "priority": 0, "preempt": False}
+        )  # of no use to a member
         return self.spec.model_copy(update={"schedule": schedule}).without_defaults()
 
     @property

@@ -151,6 +151,46 @@ def next_for(
     return min(fitting, key=lambda job: (-job.priority, running[job.user], job.created_s), default=None)
 
 
+@dataclass(frozen=True)
+class Preemption:
+    """When a job that runs gives way to a queued one of a higher priority that asks for it."""
+
+    after_s: float = 0.0
+    """Seconds for which a job runs after each start, at least, before it gives way; 0: none does."""
+
+    def may_stop(self, job: JobRecord, now_s: float) -> bool:
+        """Whether the job has run so long, and is further than it was when it started."""
+        ran = job.state is JobState.RUNNING and now_s - job.since_s >= self.after_s
+        return self.after_s > 0 and ran and job.step > job.started_step
+
+
+def preempted_by(
+    name: str,
+    queued: Iterable[JobRecord],
+    active: Sequence[JobRecord],
+    places: Sequence[Place],
+    quota: Quota,
+    preemption: Preemption,
+    now_s: float,
+) -> JobRecord | None:
+    """The queued job for which the one that runs in the partition `name` gives way now, at the Unix time `now_s`; None
+    if it goes on. That is the next one there, if it asks for it and no partition is free for it. Where several jobs
+    could give way, the one with the lowest priority does; of several the one that started last."""
+    running = {job.place: job for job in active}
+    own = running.get(name)
+    if own is None or not preemption.may_stop(own, now_s):
+        return None
+    found = next_for(name, queued, [job for job in active if job is not own], places, quota)
+    if found is None or not found.preempt:
+        return None
+    fitting = places_for(found, places)
+    if any(place.has_trainer and place.name not in running for place in fitting):
+        return None
+    there = (running[place.name] for place in fitting if place.name in running)
+    lower = [job for job in there if job.priority < found.priority and preemption.may_stop(job, now_s)]
+    return found if min(lower, key=lambda job: (job.priority, -job.since_s), default=None) is own else None
+
+
 def waits_for_turn(job: JobRecord, places: Sequence[Place], quota: Quota) -> WaitingView | None:
     """What a queued job waits for; None if it is about to start."""
     found = places_for(job, places)
@@ -160,7 +200,8 @@ def waits_for_turn(job: JobRecord, places: Sequence[Place], quota: Quota) -> Wai
         return WaitingView(reason=WaitingFor.QUOTA, message=message)
     others = [turn for turn in turns if turn is not None and turn.id != job.id]
     if others and len(others) == len(turns):
-        message = f"its turn comes after {others[0].named_for(job)}"
+        again = f"{job.gave_way}; " if job.gave_way else ""
+        message = f"{again}its turn comes after {others[0].named_for(job)}"
         return WaitingView(reason=WaitingFor.EARLIER_JOB, message=message)
     if not any(place.has_trainer for place in found):
         of = f" to the partition {job.wanted_partition}" if job.wanted_partition else ""

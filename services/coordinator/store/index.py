@@ -33,7 +33,11 @@ FOR_TURNS = (
     "partition",
     "wanted_partition",
     "priority",
+    "preempt",
     "pools",
+    "since_s",
+    "step",
+    "started_step",
 )
 """Fields on which it depends which job runs where."""
 LOOKED_AT_ONCE = 500

@@ -1,6 +1,6 @@
 -- Moves a job to another state, or changes the pending request to its loop (the field `wanted`).
 -- KEYS: job; and its ledger if the state changes: at a start the ledger goes back to the job's step; of a job that
--- succeeded only the counts stay, as it is never resumed.
+-- succeeded only the counts stay, as it is never resumed; that of a job that goes from its steps back to the queue ends.
 -- ARGV: name of this call, value that `wanted` must have ('any' for any), number of states that the job may be in, these
 -- states, number of the event's fields, these fields, then field, value ... to set.
 -- Answers {moved, the state before, `wanted` before}; nothing if there is no such job. A pending cancellation is not
@@ -28,6 +28,10 @@ for i = 4, 3 + allowed do
     if base and now[1] == 'starting' then
       rewind(base, KEYS[1], tonumber(now[2]), {})
       redis.call('DEL', KEYS[1] .. ':deaths', KEYS[1] .. ':setbacks', KEYS[1] .. ':last_words')
+    end
+    if base and now[1] == 'queued' and state == 'running' then
+      close(base, tonumber(now[2]) + 1, 'job_preempted')
+      redis.call('DEL', KEYS[1] .. ':batch')
     end
     if base and now[1] == 'succeeded' then redis.call('UNLINK', base .. ':state', base .. ':settled', base .. ':reason') end
     if parts > 0 then redis.call('XADD', KEYS[1] .. ':events', '*', unpack(ARGV, 5 + allowed, first - 1)) end

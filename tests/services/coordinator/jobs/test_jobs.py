@@ -18,7 +18,7 @@ from services.coordinator.jobs.placing import Placing
 from services.coordinator.state.job import ACTIVE, ENDED, TRANSITIONS, JobRecord, before
 from services.coordinator.state.lease import DroppedPrompt
 from services.coordinator.state.member import Patience
-from services.coordinator.state.waiting import Quota
+from services.coordinator.state.waiting import Preemption, Quota
 from services.coordinator.store import Store
 from services.coordinator.store.connection import text
 from services.coordinator.store.index import Page
@@ -105,7 +105,7 @@ def test_a_job_that_is_cancelled_while_it_is_taken_up_is_left_alone(redis_url: s
 
         store.index.queued = then_cancelled  # type: ignore[method-assign]
         fleet = Fleet(store, Patience())
-        placing = Placing(shared(store, fleet), Quota())
+        placing = Placing(shared(store, fleet), Quota(), Preemption())
         await fleet.register(registration(kind=fleet_pb2.MEMBER_KIND_TRAINER))
         assert await placing.next(placing.partitions[DEFAULT_PARTITION]) is None
         assert (await store.jobs.get(job.id)).state is JobState.CANCELLED

@@ -9,7 +9,16 @@ from millrace.rest import JobState, WaitingFor
 from millrace.rest.fleet import DEFAULT_PARTITION
 from millrace.spec.pool import ROLLOUT
 from services.coordinator.state.job import JobRecord
-from services.coordinator.state.waiting import Place, Quota, Turn, next_for, places_for, waits_for_turn
+from services.coordinator.state.waiting import (
+    Place,
+    Preemption,
+    Quota,
+    Turn,
+    next_for,
+    places_for,
+    preempted_by,
+    waits_for_turn,
+)
 from tests.services.coordinator.redis import a_job
 
 RUNNING = replace(a_job(1), state=JobState.RUNNING, user="ann")
@@ -133,3 +142,54 @@ def test_exactly_those_jobs_wait_for_nothing_that_start_now(
     starts = {each.turn.waiting.id for each in seen if each.turn.waiting is not None and each.has_trainer}
     for job in jobs:
         assert (why(job, *seen, quota=quota) is None) == (job.id in starts)
+
+
+LOW = replace(RUNNING, partition="a", priority=1, since_s=100.0, started_step=3, step=4)
+ASKS = replace(QUEUED, priority=5, preempt=1)
+NOW = 700.0
+"""Ten minutes after LOW started."""
+
+
+def stops(job: JobRecord, *places: Place, name: str = "a", quota: int = 0, after_s: float = 600.0) -> JobRecord | None:
+    active = [each.turn.running for each in places if each.turn.running is not None]
+    return preempted_by(name, [LATER, job], active, places, Quota(quota), Preemption(after_s), NOW)
+
+
+def test_a_job_gives_way_to_the_next_one_if_that_asks_and_has_a_higher_priority() -> None:
+    here = place("a", LOW)
+    assert stops(ASKS, here) is ASKS
+    assert stops(replace(ASKS, preempt=0), here) is None and stops(replace(ASKS, priority=1), here) is None
+    assert stops(ASKS, here, after_s=0.0) is None, "the coordinator does not allow it"
+    assert stops(replace(ASKS, wanted_partition="b"), here) is None
+    assert stops(ASKS, here, place("b")) is None, "b is free"
+    assert stops(ASKS, here, place("b", trainer=False)) is ASKS
+    assert stops(replace(ASKS, pools="quality"), here, place("b", None, "quality")) is None
+    first = replace(LATER, priority=6)
+    assert preempted_by("a", [ASKS, first], [LOW], [here], Quota(), Preemption(600.0), NOW) is None, "not its turn"
+
+
+def test_a_job_does_not_give_way_before_it_has_run_for_a_while_and_trained_a_step() -> None:
+    for spared in (
+        replace(LOW, since_s=101.0),
+        replace(LOW, step=3),
+        replace(LOW, state=JobState.PAUSED),
+        replace(LOW, state=JobState.STARTING),
+    ):
+        assert stops(ASKS, place("a", spared)) is None
+
+
+def test_one_job_gives_way_the_one_of_the_lowest_priority_that_started_last() -> None:
+    lower = replace(LOW, id=a_job(7).id, partition="b", priority=0)
+    assert stops(ASKS, place("a", LOW), place("b", lower)) is None
+    assert stops(ASKS, place("a", LOW), place("b", lower), name="b") is ASKS
+    spared = replace(lower, step=3)
+    assert stops(ASKS, place("a", LOW), place("b", spared)) is ASKS
+    older = replace(lower, priority=1, since_s=50.0)
+    assert stops(ASKS, place("a", LOW), place("b", older)) is ASKS
+    assert stops(ASKS, place("a", LOW), place("b", older), name="b") is None
+
+
+def test_a_quota_is_kept_when_a_job_gives_way() -> None:
+    own, other = replace(ASKS, user="ann"), replace(LOW, id=a_job(7).id, user="ann", partition="b", priority=9)
+    assert stops(own, place("a", LOW), quota=1) is own, "the user's own job"
+    assert stops(own, place("a", replace(LOW, user="bob")), place("b", other), quota=1) is None
