@@ -71,31 +71,41 @@ class Pictures:
         return [self._opened(file, f"{label}: image {number}") for number, file in enumerate(files, 1)]
 
     def _opened(self, file: bytes, label: str) -> Any:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
 
         try:
             with Image.open(io.BytesIO(file)) as image:
                 width, height = image.size
                 if self.max_pixels is None or width * height <= self.max_pixels:
                     return image.convert("RGB")
+        except UnidentifiedImageError as error:
+            what = f"{label} is no image: its {len(file):,} bytes are of no kind that Pillow knows."
+            raise BadRow(what, "store the image again, for example as PNG.") from error
         except (*CAUSES, Image.DecompressionBombError) as error:
             raise BadRow(f"{label} cannot be read: {error}.", "store the file again, for example as PNG.") from error
         reason = f"{label} has {width} x {height} pixels, more than {self.max_pixels:,}"
         raise BadRow(f"{reason}.", "raise data.images.max_pixels, or store a smaller image.")
 
-    def tokens(self, image: Any) -> int:
-        """Tokens that the model sees of an image."""
-        return int(self.processor.get_number_of_image_patches(image.height, image.width, {})) // self.merged
+    def tokens(self, image: Any, label: str = "an image") -> int:
+        """Tokens that the model sees of an image. Raises BadRow for one that the processor does not take, as of too
+        narrow a shape."""
+        try:
+            return int(self.processor.get_number_of_image_patches(image.height, image.width, {})) // self.merged
+        except ValueError as error:
+            what = f"{label} has {image.width} x {image.height} pixels, which the model's processor refuses: {error}."
+            raise BadRow(what, "store an image of another shape, or leave the row out.") from error
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[Any], label: str = "the prompt") -> list[int]:
         """The prompt as the model sees it, from one with one token for each image. Raises BadRow if the numbers of
         both differ."""
         places = sum(token == self.token for token in token_ids)
         if places != len(images):
-            reason = f"{label} has {len(images)} images, and its tokens have {places} places for images"
+            count, room = len(images), f"{places} place{'s' if places != 1 else ''} for images"
+            reason = f"{label} has {count} image{'s' if count != 1 else ''}, and its tokens have {room}"
             fix = "write no special tokens of images in texts, and check the model's chat template."
             raise BadRow(f"{reason}.", fix)
-        counts, whole = iter(map(self.tokens, images)), list[int]()
+        counts = iter([self.tokens(image, f"{label}: image {number}") for number, image in enumerate(images, 1)])
+        whole = list[int]()
         for token in token_ids:
             whole += [token] * (next(counts) if token == self.token else 1)
         return whole

@@ -70,20 +70,28 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     ("row", "told"),
     [
         ({**asked("<image> <image>"), "images": [URL]}, "images: has fewer images than the prompt has places"),
-        ({**asked("nothing"), "images": [URL]}, "images: has 1 more images than the prompt has places"),
+        ({**asked("nothing"), "images": [URL]}, "images: has 1 more image than the prompt has places"),
         ({**asked("<image>" * 3), "images": [URL] * 3}, r"images\[2\]: is image 3 of the prompt, which may have 2"),
-        ({**asked("<image>"), "images": ["https://a/b.png"]}, "is neither a data URL nor an absolute path"),
+        ({**asked("<image>"), "images": ["https://a/b.png"]}, "is an address, and nothing is downloaded"),
+        ({**asked("<image>"), "images": ["b.png"]}, "is neither a data URL nor an absolute path"),
         ({**asked("<image>"), "images": ["data:image/png;base64,?"]}, "is not a data URL in base64"),
         ({**asked("<image>"), "images": ["/nowhere/a.png"]}, "cannot be read: No such file"),
         ({**asked("<image>"), "images": [7]}, "is not an image"),
         ({**asked("<image>"), "images": URL}, "is not a list of images"),
         ({**asked([{"type": "image"}]), "images": []}, "has fewer images than the prompt has places"),
+        ({**asked("<image>"), "images": ["file:///a.png"]}, "is an address"),
     ],
 )
 def test_a_row_that_cannot_be_used(row: dict[str, Any], told: str, tmp_path: Path) -> None:
     source = source_of(lines(tmp_path / "a.jsonl", {**asked("fine"), "images": []}, row))
     assert source[0].images == ()
     with pytest.raises(BadRow, match=rf"line 2, column .*{told}"):
+        source[1]
+
+
+def test_a_part_without_an_image_is_named_where_no_column_has_one(tmp_path: Path) -> None:
+    source = source_of(lines(tmp_path / "a.jsonl", asked("fine"), asked([{"type": "image_url", "image_url": None}])))
+    with pytest.raises(BadRow, match=r"line 2, column prompt\[0\].content\[0\]: has no image, and there is no column"):
         source[1]
 
 
@@ -130,12 +138,17 @@ def test_an_image_has_as_many_tokens_as_the_model_sees(folder: Path) -> None:
 
 
 def test_images_that_cannot_be_used_cost_their_row(folder: Path) -> None:
-    for damaged in (FILE[:200], b"no image", OTHER[:100]):
+    for damaged in (FILE[:200], OTHER[:100]):
         with pytest.raises(BadRow, match="image 1 cannot be read"):
             rendered(folder, (damaged,))
+    with pytest.raises(BadRow, match="image 1 is no image: its 8 bytes are of no kind"):
+        rendered(folder, (b"no image",))
+    narrow = picture(0, 1, 500)
+    with pytest.raises(BadRow, match=r"image 2 has 1 x 500 pixels, which the .* refuses: .*aspect ratio"):
+        rendered(folder, (FILE, narrow), [{"type": "image"}, {"type": "image"}])
     with pytest.raises(BadRow, match="image 1 has 60 x 40 pixels, more than 2,399"):
         rendered(folder, (FILE,), max_pixels=2399)
-    with pytest.raises(BadRow, match="has 1 images, and its tokens have 2 places"):
+    with pytest.raises(BadRow, match="has 1 image, and its tokens have 2 places"):
         rendered(folder, (FILE,), [{"type": "image"}, {"type": "text", "text": "<|image_pad|>"}])
 
 

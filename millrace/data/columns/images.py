@@ -66,14 +66,18 @@ class RowImages:
     def check_all_used(self) -> None:
         """Raises BadRow if the column has more images than the prompt has places."""
         if self._given:
-            reason = f"has {len(self._given)} more images than the prompt has places for"
+            more = len(self._given)
+            reason = f"has {more} more image{'s' if more > 1 else ''} than the prompt has places for"
             raise self._row.bad(self._column, reason, f"write {MARK} where each of them stands in the text.")
 
     def _next(self, place: str) -> dict[str, Any]:
         if not self._given:
             self._check_allowed(place)
+            if not self._column:
+                reason, fix = "has no image, and there is no column of images", "write image_url: {url} in it."
+                raise self._row.bad(place, reason, fix)
             reason = "has fewer images than the prompt has places for"
-            raise self._row.bad(self._column or "images", reason, f"give an image for each {MARK}.")
+            raise self._row.bad(self._column, reason, f"give an image for each {MARK} and each part {{type: image}}.")
         number, value = self._given.pop(0)
         return self._add(f"{self._column}[{number}]", value)
 
@@ -113,6 +117,9 @@ class RowImages:
         raise self._row.bad(place, "is not a data URL in base64", "write data:image/png;base64,... .")
 
     def _from_file(self, place: str, path: str) -> bytes:
+        if "://" in path:
+            fix = "store the file on the coordinator's host, and give its absolute path, or a data URL."
+            raise self._row.wrong(place, path[:200], "is an address, and nothing is downloaded", fix)
         if not os.path.isabs(path):
             raise self._row.wrong(place, path[:200], "is neither a data URL nor an absolute path", FIX)
         real, allowed = os.path.realpath(path), roots()
