@@ -12,7 +12,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from benchmarks.shapes import config_of
 from millrace.errors import InvalidJob
-from millrace.megatron.architectures.published import shape_of
+from millrace.megatron.architectures.published import PUBLISHED, shape_of
 from millrace.megatron.architectures.shape import ExpertShape
 from millrace.memory.adapters import adapter_parameters
 from millrace.memory.layers import parameters
@@ -100,6 +100,15 @@ def test_an_architecture_that_the_megatron_backend_builds_is_read_whole(tmp_path
 def test_a_model_that_the_megatron_backend_refuses_is_predicted_for_the_other_backend(tmp_path: Path) -> None:
     config = {**config_of(shape_of("qwen3-30b-a3b")), "num_experts_per_tok": 1}
     assert decoder_shape(folder(tmp_path, config)).experts == ExpertShape(128, 1, 768, (True,) * 48)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("qwen3-vl-2b", 2127.5), ("qwen3-vl-4b", 4437.8), ("qwen3-vl-8b", 8767.1)]
+)
+def test_published_models_with_towers_have_their_parameters(name: str, millions: float) -> None:
+    shape = PUBLISHED[name]
+    assert shape.tower is not None
+    assert (parameters(shape) + shape.tower.parameters) / 1e6 == pytest.approx(millions, abs=0.1)
 
 
 @pytest.mark.parametrize("config", [{"model_type": "other"}, [1]])

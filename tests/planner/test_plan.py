@@ -142,9 +142,12 @@ def test_images_are_seen_by_replicas_and_by_ranks_that_train_an_answer() -> None
     assert update.update[Cause.TOWER] == seen.scoring[Cause.TOWER] and update.flops > without.flops
 
 
-def test_a_plan_knows_the_adapter_of_a_job_with_images() -> None:
-    spec = preset("qwen2.5-vl-7b-lora-8gpu")
-    whole = preset("qwen2.5-vl-7b-lora-8gpu", model={"lora": None})
+@pytest.mark.parametrize("folder", ["Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct"])
+def test_a_plan_knows_the_adapter_of_a_job_with_images(folder: str) -> None:
+    path = f"/data/models/{folder}"
+    spec = preset("qwen2.5-vl-7b-lora-8gpu", model={"path": path})
+    whole = preset("qwen2.5-vl-7b-lora-8gpu", model={"path": path, "lora": None})
+    assert model_shape(spec).tower is not None
     adapter, all_weights = planned(spec), planned(whole)
     assert adapter.publication is not None and all_weights.publication is not None
     assert adapter.publication.bytes < 0.05 * all_weights.publication.bytes

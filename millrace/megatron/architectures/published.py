@@ -1,7 +1,10 @@
 """Shapes of published models, by the sizes in their config.json on the Hugging Face hub, and small ones for benchmarks.
 Torch-free."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import qwen2_5_vl
@@ -57,10 +60,30 @@ QWEN2_5_VL_MOST_PIXELS = 12845056
 """Of one image, by its processor's file."""
 
 
+QWEN3_VL_MOST_PIXELS = 16777216
+"""Of one image, by the file of Qwen3-VL's processor."""
+QWEN3_VL_SMALL_TOWER: Mapping[str, Any] = {
+    "depth": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "deepstack_visual_indexes": (5, 11, 17),
+}
+"""Entries of the `vision_config` of Qwen3-VL-2B and 4B that are not transformers' own."""
+
+
 def qwen2_5_with_tower(decoder: ModelShape, context: int) -> ModelShape:
     """A Qwen2.5-VL with this language model."""
     tower = TowerShape.of_config(QWEN2_5_VL_TOWER, {"max_pixels": QWEN2_5_VL_MOST_PIXELS})
     return replace(qwen2_5_vl.of_decoder(decoder), context=context, tower=tower)
+
+
+def qwen3_with_tower(decoder: ModelShape, vision: Mapping[str, Any] = MappingProxyType({})) -> ModelShape:
+    """A Qwen3-VL with this language model, which FSDP2 trains. `vision`: entries of its `vision_config`."""
+    whole = {"model_type": "qwen3_vl", "out_hidden_size": decoder.hidden, **vision}
+    tower = TowerShape.of_config(whole, {"size": {"longest_edge": QWEN3_VL_MOST_PIXELS}})
+    names = replace(decoder.names, module="model.language_model.")
+    rope = Rope(theta=5e6)
+    return replace(decoder, architecture="qwen3_vl", context=262144, rope=rope, names=names, tower=tower)
 
 
 PUBLISHED: dict[str, ModelShape] = {
@@ -74,6 +97,9 @@ PUBLISHED: dict[str, ModelShape] = {
     "qwen3-235b-a22b": qwen3(94, 4096, 12288, 64, 4, experts=(128, 8, 1536)),
     "qwen2.5-7b": qwen2_5(28, 3584, 18944, 28, 4),
     "qwen2.5-vl-7b": qwen2_5_with_tower(qwen2_5(28, 3584, 18944, 28, 4), 128000),
+    "qwen3-vl-2b": qwen3_with_tower(qwen3(28, 2048, 6144, 16, 8, tied=True), QWEN3_VL_SMALL_TOWER),
+    "qwen3-vl-4b": qwen3_with_tower(qwen3(36, 2560, 9728, 32, 8, tied=True), QWEN3_VL_SMALL_TOWER),
+    "qwen3-vl-8b": qwen3_with_tower(qwen3(36, 4096, 12288, 32, 8)),
     "qwen2.5-32b": qwen2_5(64, 5120, 27648, 40, 8),
     "qwen2.5-72b": qwen2_5(80, 8192, 29568, 64, 8),
     "deepseek-v3": ModelShape(
@@ -94,7 +120,7 @@ PUBLISHED: dict[str, ModelShape] = {
     ),
 }
 """Every shape by its model's name in small letters."""
-UNMADE = ("qwen2", "qwen2_5_vl")
+UNMADE = ("qwen2", "qwen2_5_vl", "qwen3_vl")
 """Architectures of which benchmarks make no model folder."""
 SHAPES: dict[str, ModelShape] = {
     "tiny": qwen3(2, 64, 96, 4, 2, tied=True, sizes=TINY),
