@@ -195,6 +195,7 @@ def test_pictures_stand_in_their_prompt(page: Any, with_pictures: str, pictures:
 def test_a_picture_whose_file_is_gone_says_so(browser: Any, staged: Stage, with_pictures: str) -> None:
     """The refused request is an error of the console, so that is not looked at."""
     context = browser.new_context(base_url=staged.url)
+    context.set_default_timeout(60_000)
     page = context.new_page()
     away = staged.folder / "shown pictures" / "wide.jpeg"
     kept = away.read_bytes()

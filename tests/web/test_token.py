@@ -25,6 +25,7 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 def tab(browser: Any, closed: Stage) -> Iterator[Any]:
     """The page; a refused request is an error of the console, so those are not looked at."""
     context = browser.new_context(base_url=closed.url)
+    context.set_default_timeout(60_000)
     yield context.new_page()
     context.close()
 
