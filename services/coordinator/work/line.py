@@ -52,8 +52,9 @@ class Line:
 
     @property
     def is_served(self) -> bool:
-        """Whether members of the line are about to look. A member that comes now is behind them."""
-        return self._more and bool(self._waiting)
+        """Whether members of the line are about to look. A member that comes now is behind them. Those that wait since
+        they looked out of the line, and had no room for what is there, are not."""
+        return self._more and bool(self._waiting) and (self._looking > 0 or self._scheduled)
 
     @asynccontextmanager
     async def turn(self, member_id: MemberId, free: int) -> AsyncIterator[float]:

@@ -170,6 +170,24 @@ def test_evaluation_goes_first(redis_url: str) -> None:
     at_the_desk(redis_url, scenario)
 
 
+def test_members_that_had_too_little_room_look_again_when_they_have_more(redis_url: str) -> None:
+    """Each waits as the other asks anew: neither is behind the other."""
+
+    async def scenario(desk: Desk) -> None:
+        for number, name in enumerate(("rollout-a", "rollout-b")):
+            member = await desk.member(name, port=1 + number)
+            member.pulse = dataclasses.replace(member.pulse, running=3)
+        await desk.issue(2)
+        first = asyncio.create_task(desk.lease(1, 0.2, "rollout-a"))
+        second = asyncio.create_task(desk.lease(1, 0.6, "rollout-b"))
+        assert await first == []
+        again = asyncio.create_task(desk.lease(4, 5.0, "rollout-a"))
+        assert await second == []
+        assert len(await desk.lease(4, 5.0, "rollout-b")) == len(await again) == 1
+
+    at_the_desk(redis_url, scenario)
+
+
 def test_a_draining_member_and_one_without_weights_get_none(redis_url: str) -> None:
     async def scenario(desk: Desk) -> None:
         member = await desk.member()
