@@ -244,7 +244,7 @@ class Member:
     @property
     def state(self) -> MemberState:
         if self.gone.is_set():
-            return MemberState.LEFT if self.left else MemberState.LOST
+            return MemberState.LEFT if self.left and self.draining else MemberState.LOST
         if self.draining:
             return MemberState.DRAINING
         if self.configuring:

@@ -265,13 +265,13 @@ Steps = list[set[str]]
 
 async def _steps_with_slow_prompts(cluster: Cluster, spec: dict[str, Any]) -> tuple[Steps, Steps, int]:
     """The prompts of each step as they were issued, and as they were trained: each fourth one is slow. With the most
-    prompts that the replica held."""
+    prompts that the replica held of them."""
     slow, held = [0], [0]
 
     async def generate(lease: Any) -> None:
         if lease.purpose == common_pb2.PURPOSE_TRAIN:
             slow[0] += 1
-            held[0] = max(held[0], len(replica.held))
+            held[0] = max(held[0], sum(one.purpose == lease.purpose for one in replica.held.values()))
             await asyncio.sleep(0.3 * (slow[0] % 4 == 1))
 
     spec["schedule"] |= {"carried_prompts": 8, "too_stale": "train"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 
+from millrace import __version__
 from millrace.errors import InvalidJob
 from millrace.ids import Version
 from millrace.rest import JobState
@@ -53,7 +54,8 @@ async def test_members_of_the_last_release_serve_a_job_that_uses_no_newer_field(
     cluster: Cluster, spec: dict[str, Any]
 ) -> None:
     """They refuse what is not in their schema, as theirs does."""
-    known, asked = schema(RELEASES[-1]), list[str]()
+    last = next(each for each in reversed(RELEASES) if not __version__.startswith(f"{each.name}."))
+    known, asked = schema(last), list[str]()
 
     async def check(request: Any) -> None:
         asked.append(request.spec)
