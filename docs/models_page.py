@@ -111,9 +111,10 @@ Prompts with images (`data.images`, [data](data.md#images)) are trained by FSDP2
 float32 on the CPU log-probabilities of answers after images at the beginning, at the end, beside each other and
 without any are within 0.0001 of transformers' in FSDP2, packed and on two ranks, gradients too, and within 0.001 in
 vLLM, before, during and after publications. The same holds with adapters of the language model's layers
-([lora](lora.md#prompts-with-images)), compared with PEFT. On GPUs this was not run. The tower is frozen and read from
-the model folder by every rank and every worker of an engine; what that of Qwen3-VL adds to the hidden states after the
-first layers is frozen with it. `sdpa` attention of Qwen2.5-VL, a critic, environments and agents are refused with
+([lora](lora.md#prompts-with-images)), compared with PEFT. On GPUs, in bfloat16, one of a random Qwen2.5-VL-7B was
+trained ([BENCHMARKS.md](../BENCHMARKS.md#prompts-with-pictures-on-gpus)). The tower is frozen and read from the model
+folder by every rank and every worker of an engine; what that of Qwen3-VL adds to the hidden states after the first
+layers is frozen with it. `sdpa` attention of Qwen2.5-VL, a critic, environments and agents are refused with
 images; so are all other models (Qwen3-VL with experts too), the other engines and Megatron-Core."""
 ON_FSDP2 = """\
 The FSDP2 backend trains what the `transformers` library has, if a packed micro-batch gives every sequence what it

@@ -1,0 +1,218 @@
+"""A job whose prompts have four pictures each: a random Qwen2.5-VL with an adapter, FSDP2 and vLLM.
+
+    python -m benchmarks.pictures --size 7b --steps 8
+
+A local stack with one trainer and one replica: on a host with two GPUs one each. Prints a JSON object for each step:
+seconds of its parts, KL of engine and trainer over tokens of the same version and over all, publication and its pause,
+MFU, and the trainer's peak of memory. `--size tiny` shows on a CPU that it runs.
+"""
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.decoders import ByteLevel
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from millrace.data.row import PromptRow, write_rows
+from millrace.demo.model import PATCHES
+from millrace.demo.run import ENVIRONMENT
+from millrace.demo.tasks import IMAGE, VIDEO, VISION_END, VISION_START
+from millrace.demo.tokenizer import CHAT_TEMPLATE_WITH_IMAGES
+from millrace.local.options import StackOptions
+from millrace.local.ports import free_port
+from millrace.local.stack import Stack
+from millrace.spec import JobSpec, parse
+
+PICTURES = 4
+TOLD = (
+    "timing_s/step",
+    "timing_s/gen",
+    "timing_s/ref",
+    "timing_s/update_actor",
+    "timing_s/update_weights",
+    "publication/pause_s",
+    "publication/bytes",
+    "rollout_corr/k3_kl",
+    "rollout_corr/k3_kl/same_version",
+    "perf/mfu/actor",
+    "perf/throughput",
+    "perf/max_memory_allocated_gb",
+    "prompt_length/mean",
+    "response_length/mean",
+)
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", VISION_START, VISION_END, IMAGE, VIDEO)
+SIZES: dict[str, dict[str, Any]] = {
+    "7b": {
+        "words": 151643,
+        "side": 560,
+        "text": {
+            "vocab_size": 152064,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+        },
+        "tower": {"hidden_size": 1280, "out_hidden_size": 3584},
+        "section": [16, 24, 24],
+        "lora": {"rank": 64, "alpha": 32},
+        "lengths": (2048, 512),
+        "engine_options": {"max_model_len": 2560, "gpu_memory_utilization": 0.85},
+        "prompts": 16,
+    },
+    "tiny": {
+        "words": 1000,
+        "side": 84,
+        "text": {
+            "vocab_size": 1024,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        },
+        "tower": {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "fullatt_block_indexes": [1],
+        },
+        "section": [4, 6, 6],
+        "lora": {"rank": 32, "alpha": 32},
+        "lengths": (256, 32),
+        "engine_options": {"max_model_len": 512},
+        "prompts": 4,
+    },
+}
+"""`words`: entries of the vocabulary before the special tokens. `side`: of a picture, in pixels. `tower`: what differs
+from transformers' own. `lengths`: of a prompt with its pictures, and of an answer, in tokens. `prompts`: of a step."""
+
+
+def score(solution_str: str, **_: Any) -> float:
+    """A reward of the answer's text that no two answers share."""
+    return hashlib.sha256(solution_str.encode()).digest()[0] / 255
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="7b")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8, help="answers of a prompt")
+    parser.add_argument("--timeout-s", type=float, default=3600.0, help="of the whole job")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
+        folder, size = Path(name), SIZES[options.size]
+        made_model(folder / "model", size)
+        rows(folder / "rows.parquet", size, options.steps)
+        stack = StackOptions(
+            state=str(folder / "stack"),
+            http_port=free_port(),
+            grpc_port=free_port(),
+            environment={**ENVIRONMENT, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+        )
+        with Stack(stack) as running, running.client() as client:
+            done = client.wait(client.submit(job(folder, size, options)).id, options.timeout_s)
+            for row in client.metrics(done.id):
+                print(json.dumps({"step": row.step, **{key: row.values.get(key) for key in TOLD}}), flush=True)
+            print(json.dumps({"state": done.state.value, "failure": done.failure}))
+
+
+def made_model(folder: Path, size: dict[str, Any]) -> None:
+    """A model folder with random weights, its tokenizer and its processor of images."""
+    tokenizer = _tokenizer(size["words"])
+    tokenizer.save_pretrained(folder)
+    names = {"image": IMAGE, "video": VIDEO, "vision_start": VISION_START, "vision_end": VISION_END}
+    ids: dict[str, Any] = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": size["section"]}
+    text = {
+        **size["text"],
+        "max_position_embeddings": 32768,
+        "rope_parameters": rope,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=size["tower"], tie_word_embeddings=False, **ids)
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", **PATCHES, "max_pixels": size["side"] ** 2}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+def _tokenizer(words: int) -> PreTrainedTokenizerFast:
+    """Of text it makes a token a byte; each of the other entries is a word that only the model says."""
+    vocabulary = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary |= {f"w{number}": number for number in range(len(vocabulary), words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    made.chat_template = CHAT_TEMPLATE_WITH_IMAGES
+    return made
+
+
+def rows(path: Path, size: dict[str, Any], steps: int) -> None:
+    """Prompts of pictures with smooth random colours."""
+    rng = np.random.default_rng(0)
+
+    def picture() -> bytes:
+        coarse = Image.fromarray(rng.integers(0, 256, (14, 14, 3), dtype=np.uint8))
+        file = io.BytesIO()
+        coarse.resize((size["side"], size["side"]), Image.Resampling.BICUBIC).save(file, "PNG")
+        return file.getvalue()
+
+    def row(number: int) -> PromptRow:
+        content = [*({"type": "image"} for _ in range(PICTURES)), {"type": "text", "text": f"compare them, {number}"}]
+        files = tuple(picture() for _ in range(PICTURES))
+        return PromptRow(number, "pictures", [{"role": "user", "content": content}], ground_truth="", images=files)
+
+    write_rows(path, [row(number) for number in range(size["prompts"] * (steps + 2))])
+
+
+def job(folder: Path, size: dict[str, Any], options: argparse.Namespace) -> JobSpec:
+    prompt, answer = size["lengths"]
+    return parse(
+        {
+            "name": f"pictures {options.size}",
+            "output": str(folder / "output"),
+            "model": {"path": str(folder / "model"), "lora": size["lora"]},
+            "data": {
+                "files": [str(folder / "rows.parquet")],
+                "max_prompt_tokens": prompt,
+                "images": {"max_per_prompt": PICTURES},
+            },
+            "reward": {"function": f"{Path(__file__).resolve()}:score", "workers": 2},
+            "rollout": {
+                "samples_per_prompt": options.samples,
+                "max_response_tokens": answer,
+                "engine_options": size["engine_options"],
+            },
+            "algorithm": {"preset": "grpo"},
+            "trainer": {
+                "backend": "fsdp2",
+                "token_budget": 16384,
+                "activation_recompute": True,
+                "optimizer": {"lr": 1e-5},
+            },
+            "schedule": {"steps": options.steps, "prompts_per_step": size["prompts"], "max_staleness": 1},
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()
