@@ -134,7 +134,7 @@ def test_tokens_are_of_the_images_and_of_their_version(
         for _ in range(2):  # the second time prompts are cached
             check(asked, folder, await asked.answers(engine, 20), models)
         going = [asyncio.create_task(asked.answer(engine, row, 150)) for row in range(len(PROMPTS))]
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             while engine.load().running < len(going):  # noqa: ASYNC110 - the engine tells nobody
                 await asyncio.sleep(0.01)
         await receive(engine, Sender(language_model(models[1]), version=2, receivers=engine.world_size), policy)
@@ -177,7 +177,7 @@ def test_tokens_are_of_the_images_and_of_their_adapter(policy: str, kind: str, r
         for _ in range(2):  # the second time prompts are cached
             check(asked, folder, await asked.answers(engine, 20), models)
         going = [asyncio.create_task(asked.answer(engine, row, 150)) for row in range(len(PROMPTS))]
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             while engine.load().running < len(going):  # noqa: ASYNC110 - the engine tells nobody
                 await asyncio.sleep(0.01)
         tensors = published(adapted[1])
