@@ -154,7 +154,7 @@ def made_model(folder: Path, size: dict[str, Any]) -> None:
 
 
 def _tokenizer(words: int) -> PreTrainedTokenizerFast:
-    """Of text it makes a token a byte; each of the other entries is a word that only the model says."""
+    """The tokenizer makes one token of each byte of a text; only the model says the other words of the vocabulary."""
     vocabulary = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     vocabulary |= {f"w{number}": number for number in range(len(vocabulary), words)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

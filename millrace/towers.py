@@ -20,7 +20,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Sizes of a tower of Qwen2.5-VL that its config leaves out, as transformers has them."""
 OF_LAYERS = "qwen3_vl"
-"""How the model types begin of towers that make features of the first decoder layers."""
+"""The model types of towers that make features for the first decoder layers begin so."""
 DEFAULTS_OF_LAYERS: Mapping[str, Any] = {
     **DEFAULTS,
     "depth": 27,
@@ -34,7 +34,7 @@ DEFAULTS_OF_LAYERS: Mapping[str, Any] = {
 FULL_LAYERS = (7, 15, 23, 31)
 """Layers that attend to the whole image, if its config does not say."""
 MOST_PIXELS = 28 * 28 * 1280
-"""Of an image as the processor makes it, if the processor's file does not say."""
+"""The most pixels of an image that the processor makes, if the processor's file does not say."""
 MOST_KEPT = 256 << 20
 """Bytes of features of images that a rank keeps: passes and samples of a step have the same ones."""
 FLOAT32 = 4
@@ -60,7 +60,7 @@ class TowerShape:
     full: int
     """Layers that attend to the whole image."""
     most_patches: int
-    """Of one image, as the processor makes it."""
+    """The most patches that the processor makes of one image."""
     positions: int = 0
     """Learned positions."""
     of_layers: int | None = None

@@ -57,7 +57,7 @@ UNEQUAL: Mapping[str, str] = {
 UNEQUAL_ON_CPU: Mapping[str, str] = {
     "ernie4_5_moe": "vLLM's CPU build chooses experts without their e_score_correction_bias",
 }
-"""Those of the CPU build alone."""
+"""The same, for what only the CPU build computes otherwise."""
 
 
 def unequal(config: Mapping[str, Any], longest: int, *, on_cpu: bool) -> str:

@@ -24,7 +24,7 @@ FIELD = "model.path"
 GATED = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 """Model types (of the text part) whose attention has a gate of its output."""
 OUTER = "model.language_model."
-"""How names of layers begin in a model with a tower."""
+"""The names of the decoder's layers begin so in a model with a tower."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk")
 SHARED = ("shared_expert_intermediate_size",)

@@ -35,7 +35,7 @@ from millrace.rest.diagnosis import DiagnosisView
 MOST_EVENTS = 2000
 MOST_PUBLICATIONS = 50
 MOST_IMAGE_BYTES = 16 << 20
-"""Of the files of all images in a report; in the file they are a third larger."""
+"""The image files of a report have at most so many bytes in all. Encoded, they are a third larger."""
 KEYS_AT_ONCE = 50
 """Metrics whose curves one request asks for: their names are in its address."""
 ROUTINE = (EventKind.STEP_DONE, EventKind.PUBLICATION_DONE)

@@ -20,7 +20,7 @@ PART = {"type": "image"}
 KINDS = ("image", "image_url", "input_image")
 """Types of parts that are images, of Hugging Face and of OpenAI's two APIs."""
 MOST_BYTES = 32 << 20
-"""Of all images of a prompt."""
+"""A prompt may have so many bytes of image files in all."""
 FIX = "give its bytes, {bytes, path}, a data URL, or the absolute path of a file."
 
 

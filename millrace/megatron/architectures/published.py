@@ -57,11 +57,11 @@ def qwen2_5(layers: int, hidden: int, ffn: int, heads: int, key_value_heads: int
 QWEN2_5_VL_TOWER = {"hidden_size": 1280, "out_hidden_size": 3584}
 """Entries of the `vision_config` of Qwen2.5-VL-7B that are not transformers' own."""
 QWEN2_5_VL_MOST_PIXELS = 12845056
-"""Of one image, by its processor's file."""
+"""The most pixels of one image, by the processor's file of Qwen2.5-VL."""
 
 
 QWEN3_VL_MOST_PIXELS = 16777216
-"""Of one image, by the file of Qwen3-VL's processor."""
+"""The most pixels of one image, by the processor's file of Qwen3-VL."""
 QWEN3_VL_SMALL_TOWER: Mapping[str, Any] = {
     "depth": 24,
     "hidden_size": 1024,

@@ -58,9 +58,8 @@ class Trainer:
     @property
     def member(self) -> Member:
         """The trainer in charge. Raises TrainerLost if there is none, or another one than at the last `take`."""
+        self._check_stays()
         member = self._fleet.trainer
-        if self._taken is not None and self._taken.leaves:
-            raise TrainerLeft(self._taken)
         if member is None:
             raise TrainerLost("there is no trainer in the fleet.", "start one.")
         if self._taken is not None and member is not self._taken:
@@ -69,10 +68,14 @@ class Trainer:
 
     def check(self) -> None:
         """Raises TrainerLeft if the trainer was asked to leave, TrainerLost if another one has taken over."""
-        if self._taken is not None and self._taken.leaves:
-            raise TrainerLeft(self._taken)
+        self._check_stays()
         if self._fleet.trainer is not None and self.holds is None:
             raise TrainerLost("another trainer has taken over.")
+
+    def _check_stays(self) -> None:
+        """Raises TrainerLeft if the trainer of the last `take` was asked to leave."""
+        if self._taken is not None and self._taken.leaves:
+            raise TrainerLeft(self._taken)
 
     async def call(self, method: Unary[Request, Response], request: Request) -> Response:
         """Calls the trainer. Raises TrainerLost if it cannot be reached or holds another job or version; TrainerLeft if
