@@ -66,10 +66,14 @@ class Trainer:
             raise TrainerLost(f"{member.id} is the trainer now, in place of {self._taken.id}.")
         return member
 
-    def check(self) -> None:
-        """Raises TrainerLeft if the trainer was asked to leave, TrainerLost if another one has taken over."""
+    def check(self, needed: bool) -> None:
+        """Raises TrainerLeft if the trainer was asked to leave, TrainerLost if another one has taken over, or if it is
+        gone and `needed`."""
         self._check_stays()
-        if self._fleet.trainer is not None and self.holds is None:
+        if self._fleet.trainer is None and not needed:
+            return
+        member = self.member
+        if self._held is None or self._held[0] is not member:
             raise TrainerLost("another trainer has taken over.")
 
     def _check_stays(self) -> None:

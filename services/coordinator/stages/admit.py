@@ -106,7 +106,7 @@ async def _check_failures(run: Run) -> None:
 
 async def _check(run: Run, gathered: Gathered) -> None:
     """Raises InvalidState or Unavailable if the job makes no progress."""
-    await run.check_fleet()
+    await run.check_fleet(trainer_needed=True)
     per_step, algorithm = run.spec.schedule.prompts_per_step, run.spec.algorithm
     if gathered.without_signal > algorithm.max_refills * per_step:
         what = f"{gathered.without_signal} groups in a row had no signal: all rewards in each were equal."

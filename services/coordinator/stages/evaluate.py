@@ -147,7 +147,7 @@ async def _answers(run: Run, begun: Evaluating) -> list[GroupSummary] | None:
             await _issue(run, begun)
         if begun.version != run.job.version and not _held(run, begun):
             return None
-        await run.check_fleet()
+        await run.check_fleet(trainer_needed=not _held(run, begun))
         await waited(ring, LOOK_EVERY_S)
 
 

@@ -250,11 +250,11 @@ class Run:
         for tracker in self.trackers or []:
             tracker.close()
 
-    async def check_fleet(self) -> None:
-        """Called while groups are waited for. Raises TrainerLost if another trainer has taken over: replicas may be
-        waiting for its weights. Raises Unavailable if no replica of a pool has served the job for too long, or all
-        of them died too often while they worked for it."""
-        self.components.trainer.check()
+    async def check_fleet(self, trainer_needed: bool) -> None:
+        """Called while groups are waited for. Raises TrainerLost if another trainer has taken over, or if it is gone
+        and `trainer_needed`: replicas may be waiting for its weights. Raises Unavailable if no replica of a pool has
+        served the job for too long, or all of them died too often while they worked for it."""
+        self.components.trainer.check(trainer_needed)
         deaths = await self.components.store.deaths(self.job.id).all()
         for pool, without in self._without_replicas.items():
             self._check_deaths(pool, deaths.of_pool(pool))

@@ -14,7 +14,7 @@ from millrace.contracts.methods import FleetRpc
 from millrace.contracts.v1 import fleet_pb2
 from millrace.errors import InvalidState, Unavailable
 from millrace.events import EventKind
-from millrace.rest import JobState
+from millrace.rest import JobState, WaitingFor
 from services.coordinator.redis_server import RedisServer
 from services.coordinator.state.faults import TRAINER_BUDGET
 from services.coordinator.store.connection import Connection
@@ -125,6 +125,31 @@ async def test_replicas_generate_while_there_is_no_trainer(cluster: Cluster, spe
     assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
     assert second.configured[0].endswith("step-2") and second.stalest <= 1
     assert len(replica.leased) == len(set(replica.leased)) == 6 * 4, "no prompt is generated twice"
+    await trained_once(cluster, job_id, second)
+
+
+@scenario
+async def test_a_trainer_that_dies_while_groups_are_waited_for_is_told_at_once(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    spec.pop("evaluation")
+    first, replica = await cluster.trainer(), await cluster.replica()
+    asked, release = asyncio.Event(), asyncio.Event()
+
+    async def waits(_: Any) -> None:
+        asked.set()
+        await asyncio.wait_for(release.wait(), 120)
+
+    replica.faults["Generate"] = waits
+    job_id = await cluster.submit(spec)
+    await asyncio.wait_for(asked.wait(), 60)
+    await first.die()
+    await until(lambda: cluster.events(job_id, "trainer.lost"))
+    job = await until(lambda: cluster.job(job_id), lambda job: job.waiting is not None)
+    assert job.waiting is not None and job.waiting.reason is WaitingFor.TRAINER
+    release.set()
+    second = await cluster.trainer()
+    assert (await cluster.ended(job_id)).state is JobState.SUCCEEDED
     await trained_once(cluster, job_id, second)
 
 

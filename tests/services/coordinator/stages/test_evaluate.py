@@ -188,6 +188,20 @@ async def test_the_next_version_is_evaluated_where_no_replica_has_it(cluster: Cl
 
 
 @scenario
+async def test_the_last_evaluation_needs_no_trainer(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, replica = await cluster.trainer(), await cluster.replica()
+    held = Held(6, trainer, replica)
+    job_id = await cluster.submit(spec)
+    await until(lambda: asyncio.sleep(0, held.asked), lambda asked: len(asked) == 5)
+    await trainer.die()
+    cluster.members.remove(trainer)
+    await until(lambda: cluster.events(job_id, "member.died"))
+    held.let_go.set()
+    assert (await cluster.ended(job_id)).state is JobState.SUCCEEDED
+    assert not await cluster.events(job_id, "trainer.lost")
+
+
+@scenario
 async def test_a_trainer_that_goes_back_makes_the_evaluation_due_again(cluster: Cluster, spec: dict[str, Any]) -> None:
     """It dies a step after version 2, whose evaluation is in progress, and comes back at version 2 of its own."""
     first, replica = await cluster.trainer(), await cluster.replica()
