@@ -23,7 +23,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 '''
 
 
-def job(folder: Path, max_staleness: int) -> dict[str, Any]:
+def job(folder: Path, max_staleness: int, carried: int) -> dict[str, Any]:
     """A job without an end, and its model, data and reward in `folder`."""
     disable_progress_bar()
     rows = [
@@ -56,6 +56,7 @@ def job(folder: Path, max_staleness: int) -> dict[str, Any]:
             "steps": 100_000,
             "prompts_per_step": PROMPTS_PER_STEP,
             "max_staleness": max_staleness,
+            "carried_prompts": carried,
             "save_every_steps": 3,
         },
         "deadlines": {"publication_s": 10.0},

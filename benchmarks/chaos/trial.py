@@ -47,6 +47,8 @@ class Shape:
     """A fault after which no step is completed for so long is a failure."""
     only: tuple[Target, ...] = tuple(Target)
     """The kinds of processes to strike, of those that there are."""
+    carried: int = 0
+    """`schedule.carried_prompts` of the jobs. Above 0, jobs are never strictly on-policy."""
 
     @property
     def targets(self) -> list[Target]:
@@ -91,9 +93,9 @@ class Outcome:
 def trial(seed: int, folder: Path, shape: Shape, tell: Callable[[Struck], None] = lambda _: None) -> Outcome:
     """Runs a seed's faults in `folder` and ends everything that it started. `tell` gets each fault once it is over."""
     began, mark, token = time.monotonic(), secrets.token_hex(8), secrets.token_hex(16)
-    outcome = Outcome(seed, staleness(seed), folder)
+    outcome = Outcome(seed, max(staleness(seed), int(shape.carried > 0)), folder)
     folder.mkdir(parents=True, exist_ok=True)
-    spec = job(folder, outcome.max_staleness)
+    spec = job(folder, outcome.max_staleness, shape.carried)
     with _environment({MARK: mark, "MILLRACE_TOKEN": token}), _nothing_left(mark, outcome.found):
         with _stack(folder, shape) as stack, stack.client(patience_s=60.0) as client:
             _Trial(stack, client, shape, outcome, tell).run(spec)
