@@ -179,6 +179,23 @@ FLEET = Dashboard(
                 f" / (rate(millrace_engine_prompt_tokens_total{RATE}) > 0)"
             },
         ),
+        Panel(
+            "Episodes that go on, are held back, and may go on",
+            "short",
+            {
+                "{{member}} go on": "millrace_open_episodes",
+                "{{member}} held back": "millrace_held_back_episodes",
+                "{{member}} limit": "millrace_episode_limit",
+            },
+        ),
+        Panel(
+            "Share of earlier turns in the prefix cache",
+            "percentunit",
+            {
+                "{{member}}": f"rate(millrace_episode_cached_prefix_tokens_total{RATE})"
+                f" / (rate(millrace_episode_prefix_tokens_total{RATE}) > 0)"
+            },
+        ),
         Panel("Leases held", "short", {"{{member}}": "millrace_leases_held"}),
         Panel("Draining", "short", {"{{member}}": "millrace_replica_draining"}),
         Panel("Judges that do not answer", "s", {"{{judge}} {{member}}": "millrace_judge_down_seconds"}),

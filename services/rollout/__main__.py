@@ -50,6 +50,13 @@ def main(
     node_rank: NodeRankOption = 0,
     leader: LeaderOption = "",
     node_lost_s: NodeLostOption = NODE_LOST_S,
+    admit_by_cache: Annotated[
+        bool,
+        typer.Option(
+            envvar="MILLRACE_ADMIT_BY_CACHE",
+            help="Hold back episodes of several turns while the engine's cache is too small for all that are open.",
+        ),
+    ] = True,
     metrics_port: MetricsPortOption = 0,
     sessions_port: SessionsPortOption = 0,
     insecure: InsecureOption = False,
@@ -73,6 +80,7 @@ def main(
             node_rank=node_rank,
             leader=leader,
             node_lost_s=node_lost_s,
+            admit_by_cache=admit_by_cache,
             metrics_port=metrics_port,
             sessions_port=sessions_port,
             insecure=insecure,

@@ -52,6 +52,7 @@ class Options:
     """Which node of the replica this process is; None for a replica on one host."""
     node_lost_s: float
     pool: str
+    admit_by_cache: bool
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Given:
     node_rank: int
     leader: str
     node_lost_s: float
+    admit_by_cache: bool
     metrics_port: int
     sessions_port: int
     insecure: bool
@@ -98,7 +100,16 @@ def start(given: Given) -> NoReturn:
             given.patience_s,
             given.drain_s,
         )
-        options = Options(reached, given.engine, found.release, given.stall_s, place, given.node_lost_s, given.pool)
+        options = Options(
+            reached,
+            given.engine,
+            found.release,
+            given.stall_s,
+            place,
+            given.node_lost_s,
+            given.pool,
+            given.admit_by_cache,
+        )
     except MillraceError as error:
         print(f"rollout: {error}", file=sys.stderr)
         _end(1)
@@ -145,7 +156,8 @@ async def _serve(member_id: MemberId, options: Options) -> int:
     reached, software = options.reached, (options.engine, options.engine_release)
     nodes = None if options.place is None else Leader(member_id, options.place, *software, options.node_lost_s)
     coordinator = Peer(reached.coordinator)
-    replica = Replica(member_id, *software, Leases(coordinator, member_id), nodes)
+    leases = Leases(coordinator, member_id, admit_by_cache=options.admit_by_cache)
+    replica = Replica(member_id, *software, leases, nodes)
     services = {**servicers(replica), **(nodes_servicers(nodes) if nodes is not None else {})}
     http = SessionServer(replica.sessions, reached.bind, reached.sessions_port, reached.host)
     process = MemberProcess(replica, reached, coordinator, services, replica.metrics, http)

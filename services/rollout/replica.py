@@ -43,8 +43,14 @@ from services.rollout.work.leases import Leases
 log = structlog.get_logger(__name__)
 CONFIGURED = "configured"
 """Event of the log, for benchmarks."""
-COUNTED = (names.PROMPT_TOKENS, names.CACHED_PROMPT_TOKENS, names.PREEMPTIONS)
-"""What the engine counts, in the order of `ReplicaMetrics._count`."""
+COUNTED = (
+    names.PROMPT_TOKENS,
+    names.CACHED_PROMPT_TOKENS,
+    names.PREEMPTIONS,
+    names.PREFIX_TOKENS,
+    names.CACHED_PREFIX_TOKENS,
+)
+"""What the engine and the admission of episodes count, in the order of `ReplicaMetrics._count`."""
 
 
 class Replica(FleetMember):
@@ -338,8 +344,8 @@ class ReplicaMetrics(MemberMetrics):
         super().__init__(replica)
         self.sessions = SessionMetrics(self.registry)
         self._replica = replica
-        self._counted = (0, 0, 0)
-        """What the engine had counted of each of `COUNTED` the last time."""
+        self._counted = [0] * len(COUNTED)
+        """What had been counted of each of `COUNTED` the last time."""
         self._counted_requests = WeakKeyDictionary[JudgeClient, Mapping[str, int]]()
 
     def published(self, report: weights_pb2.MemberReport) -> None:
@@ -357,14 +363,21 @@ class ReplicaMetrics(MemberMetrics):
         self._count(stats or EngineStats(0, 0, 0.0))
         names.ENGINE_CAPACITY.on(self.registry).set(replica.engine.capacity if replica.engine is not None else 0)
         names.ENGINE_SLOTS.on(self.registry).set(replica.leases.slots)
+        admission = replica.leases.admission
+        names.EPISODE_LIMIT.on(self.registry).set(admission.limit or 0)
+        names.EPISODES_OPEN.on(self.registry).set(admission.active)
+        names.EPISODES_HELD_BACK.on(self.registry).set(admission.waiting)
         names.LEASES_HELD.on(self.registry).set(replica.leases.held)
         self.sessions.show(len(replica.sessions), replica.sessions.waiting)
         for judge in replica.judges:
             self._record(judge.client)
 
     def _count(self, stats: EngineStats) -> None:
-        """Adds what the engine has got since the last time. An engine that was started anew counts from 0."""
-        now = (stats.prompt_tokens, stats.cached_prompt_tokens, stats.preempted)
+        """Adds what the engine and its episodes have got since the last time. An engine that was started anew counts
+        from 0, and so does the admission of another job."""
+        admission = self._replica.leases.admission
+        of_episodes = admission.prefix_tokens, admission.cached_prefix_tokens
+        now = [stats.prompt_tokens, stats.cached_prompt_tokens, stats.preempted, *of_episodes]
         for metric, before, count in zip(COUNTED, self._counted, now, strict=True):
             metric.on(self.registry).inc(count - before if count >= before else count)
         self._counted = now

@@ -158,18 +158,28 @@ class TokenScores(_message.Message):
     def __init__(self, logprobs: _Optional[bytes] = ..., top_tokens: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class EpisodeAccount(_message.Message):
-    __slots__ = ("end", "tool_calls", "tool_failures", "tool_s", "reruns")
+    __slots__ = ("end", "tool_calls", "tool_failures", "tool_s", "reruns", "prefix_tokens", "cached_prefix_tokens", "held_back_s", "open_episodes", "episode_limit")
     END_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     TOOL_FAILURES_FIELD_NUMBER: _ClassVar[int]
     TOOL_S_FIELD_NUMBER: _ClassVar[int]
     RERUNS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HELD_BACK_S_FIELD_NUMBER: _ClassVar[int]
+    OPEN_EPISODES_FIELD_NUMBER: _ClassVar[int]
+    EPISODE_LIMIT_FIELD_NUMBER: _ClassVar[int]
     end: EpisodeEnd
     tool_calls: int
     tool_failures: int
     tool_s: float
     reruns: int
-    def __init__(self, end: _Optional[_Union[EpisodeEnd, str]] = ..., tool_calls: _Optional[int] = ..., tool_failures: _Optional[int] = ..., tool_s: _Optional[float] = ..., reruns: _Optional[int] = ...) -> None: ...
+    prefix_tokens: int
+    cached_prefix_tokens: int
+    held_back_s: float
+    open_episodes: int
+    episode_limit: int
+    def __init__(self, end: _Optional[_Union[EpisodeEnd, str]] = ..., tool_calls: _Optional[int] = ..., tool_failures: _Optional[int] = ..., tool_s: _Optional[float] = ..., reruns: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., cached_prefix_tokens: _Optional[int] = ..., held_back_s: _Optional[float] = ..., open_episodes: _Optional[int] = ..., episode_limit: _Optional[int] = ...) -> None: ...
 
 class Experts(_message.Message):
     __slots__ = ("chosen", "layers", "per_token", "wide")

@@ -14,7 +14,7 @@ from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.step.batch import STALE_TRAJECTORIES
 from millrace.telemetry.metrics.step.performance import TOTAL_TOKENS
 from millrace.telemetry.metrics.step.timing import PER_TOKEN, STEP_SECONDS, UPDATE_WEIGHTS
-from services.coordinator.state.group import GroupSummary
+from services.coordinator.state.group import Account, GroupSummary
 
 
 def mean(values: Sequence[float]) -> float:
@@ -98,7 +98,21 @@ def environment_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
         **spread("timing_s/tools", [account.tool_s for account in accounts]),
         "episode/truncated_ratio": mean([float(not account.ended) for account in accounts]),
         "episode/rerun_ratio": mean([float(account.reruns > 0) for account in accounts]),
+        **cache_metrics(accounts),
     }
+
+
+def cache_metrics(accounts: Sequence[Account]) -> dict[str, float]:
+    """What the engines' caches had of earlier turns, and how many episodes replicas had open because of that; what no
+    engine told and no replica limited is left out."""
+    values = {}
+    if prefix := sum(account.prefix_tokens for account in accounts):
+        values["episode/cached_prefix_ratio"] = sum(account.cached_prefix_tokens for account in accounts) / prefix
+    if limited := [account for account in accounts if account.episode_limit]:
+        values["episode/limit"] = mean([float(account.episode_limit) for account in limited])
+        values["episode/open"] = mean([float(account.open_episodes) for account in limited])
+        values["timing_s/held_back"] = mean([account.held_back_s for account in limited])
+    return values
 
 
 def missing_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:

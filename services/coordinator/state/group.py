@@ -53,12 +53,30 @@ class Account:
     tool_failures: int
     tool_s: float
     reruns: int
+    prefix_tokens: int = 0
+    """Tokens of the turn before with which later turns began; and those of them that the engine's cache had."""
+    cached_prefix_tokens: int = 0
+    held_back_s: float = 0.0
+    open_episodes: int = 0
+    """Episodes that went on on its replica when it ended; and the most that were allowed to, 0 without a limit."""
+    episode_limit: int = 0
 
     @classmethod
     def of(cls, account: common_pb2.EpisodeAccount) -> Self:
         """The account that a replica reported."""
         ended = account.end == common_pb2.EPISODE_END_DONE
-        return cls(ended, account.tool_calls, account.tool_failures, account.tool_s, account.reruns)
+        return cls(
+            ended,
+            account.tool_calls,
+            account.tool_failures,
+            account.tool_s,
+            account.reruns,
+            account.prefix_tokens,
+            account.cached_prefix_tokens,
+            account.held_back_s,
+            account.open_episodes,
+            account.episode_limit,
+        )
 
 
 @dataclass(frozen=True)

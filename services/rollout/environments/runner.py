@@ -52,6 +52,7 @@ class EnvironmentEpisodes:
         """One episode, which has its slot only while it generates. One whose environment fails is run again once.
         Raises EpisodeFailed, Unavailable if the environment cannot run any episode any more."""
         with slot.free():
+            await slot.wait()
             return await self._run(engine, prompt, sampling, slot)
 
     async def _run(self, engine: Engine, prompt: Prompt, sampling: Sampling, slot: EpisodeSlot) -> Episode:
@@ -77,8 +78,8 @@ class EnvironmentEpisodes:
         self, engine: Engine, prompt: Prompt, sampling: Sampling, slot: EpisodeSlot, account: EpisodeAccount
     ) -> Episode:
         """The time limit begins when the environment has room for the episode."""
-        async with self.environments.session() as session, asyncio.timeout(self.environment.episode_s):
-            return await _Run(self, engine, session, sampling, slot, account).run(prompt)
+        async with self.environments.session() as session, asyncio.timeout(self.environment.episode_s) as limit:
+            return await _Run(self, engine, session, sampling, slot, account, limit).run(prompt)
 
 
 @dataclass
@@ -91,6 +92,8 @@ class _Run:
     sampling: Sampling
     slot: EpisodeSlot
     account: EpisodeAccount
+    limit: asyncio.Timeout
+    """The time of the episode."""
     turns: int = 0
     rewarded: bool = False
 
@@ -112,8 +115,10 @@ class _Run:
         """Has the policy sample one turn, and adds what follows. Returns whether there is room for another."""
         room = min(self._room(conversation), self.episodes.environment.max_turn_tokens or limits.MOST_TOKENS)
         asked = replace(self.sampling, max_response_tokens=room)
+        if not self.slot.goes_on:
+            await self._held_back()
         with self.slot.taken():
-            completion = await self.slot.generate(self.engine, conversation.prompt, asked)
+            completion = await self.slot.generate(self.engine, conversation.prompt, asked, seen=conversation.seen)
         self.turns += 1
         message = await asyncio.to_thread(conversation.add, completion)
         if calls := message.get("tool_calls"):
@@ -135,6 +140,15 @@ class _Run:
             self.account.end = common_pb2.EPISODE_END_TOKENS
             return False
         return True
+
+    async def _held_back(self) -> None:
+        """Waits until the episode may go on. The time does not count for its limit."""
+        clock, end = asyncio.get_running_loop().time, self.limit.when()
+        assert end is not None
+        began = clock()
+        self.limit.reschedule(None)
+        await self.slot.wait()
+        self.limit.reschedule(end + clock() - began)
 
     def _room(self, conversation: Conversation) -> int:
         """Tokens that the next turn may have."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from services.rollout.engine import Completion, StopReason
+from services.rollout.episode.admission import Seen
 from services.rollout.episode.chat import Chat, Message
 from services.rollout.episode.episode import Trajectory
 from services.rollout.episode.growing import Growing
@@ -31,6 +32,11 @@ class Conversation:
     def prompt(self) -> list[int]:
         """The tokens of the next request to the engine."""
         return self._growing.tokens
+
+    @property
+    def seen(self) -> Seen | None:
+        """See `Strand`."""
+        return self._growing.seen
 
     @property
     def response_tokens(self) -> int:

@@ -8,6 +8,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from services.rollout.engine import Completion
+from services.rollout.episode.admission import Seen
 from services.rollout.episode.chat import Chat
 from services.rollout.episode.episode import Trajectory, Turn
 
@@ -38,6 +39,13 @@ class Growing:
     def response_tokens(self) -> int:
         """Tokens after the prompt, sampled and given."""
         return len(self.tokens) - self.prompt
+
+    @property
+    def seen(self) -> Seen | None:
+        """What the engine has seen of `tokens`; None before the first turn, and if it keeps no prefixes."""
+        cached = self.turns[-1].completion.cached if self.turns else None
+        # The last token of a turn was sampled, and nothing computed with it.
+        return None if cached is None else Seen(len(self.tokens) - len(self.given) - 1, cached)
 
     def added_by(self, prompt: Sequence[int]) -> Sequence[int] | None:
         """The tokens that `prompt` has after those of the trajectory; None if it does not begin with them."""
@@ -72,6 +80,10 @@ class Strand(Protocol):
         """The tokens of the next request to the engine."""
 
     @property
+    def seen(self) -> Seen | None:
+        """What the engine has seen of `prompt` with the turn before; None if there was none, or it does not tell."""
+
+    @property
     def response_tokens(self) -> int:
         """Tokens of the trajectory that grows, after its first prompt."""
 
@@ -90,6 +102,11 @@ class TokenStrand:
     def prompt(self) -> list[int]:
         """See `Strand`."""
         return self._growing.tokens
+
+    @property
+    def seen(self) -> Seen | None:
+        """See `Strand`."""
+        return self._growing.seen
 
     @property
     def response_tokens(self) -> int:

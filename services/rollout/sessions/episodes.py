@@ -63,6 +63,7 @@ class AgentEpisodes:
         takes too long is run again once. Raises EpisodeFailed, and what the engine raises."""
         policy = Policy.of_job(self.spec, self.agent, self.chats, engine, sampling, slot)
         with slot.free():
+            await slot.wait()
             return await self._episode(policy, prompt)
 
     @property

@@ -98,6 +98,7 @@ class HostedEpisodes:
         host answers. Raises EpisodeFailed, and what the engine raises."""
         policy = Policy.of_job(self.spec, self.environment, self.chats, engine, sampling, slot)
         with slot.free():
+            await slot.wait()
             return await self._episode(policy, prompt)
 
     @property

@@ -239,14 +239,14 @@ class Session:
             what = f"the session has had its {self.policy.max_turns} turns (rollout.agent.max_turns)."
             raise Refused(Refusals.ENDED, what, "end the session.")
         most = min(room, asked.max_tokens or room)
-        completion, engine_s = await self._generated(strand.prompt, self.policy.asked(most, asked.stop))
+        completion, engine_s = await self._generated(strand, self.policy.asked(most, asked.stop))
         cut = most == room and completion.stop_reason is StopReason.LENGTH and not self.policy.cut_by_turn(room)
         self._account.end = common_pb2.EPISODE_END_TOKENS if cut else common_pb2.EPISODE_END_DONE
         return completion, engine_s
 
-    async def _generated(self, prompt: Sequence[int], sampling: Sampling) -> tuple[Completion, float]:
+    async def _generated(self, strand: Strand, sampling: Sampling) -> tuple[Completion, float]:
         with within(self._context):
-            task = asyncio.create_task(self._timed(prompt, sampling))
+            task = asyncio.create_task(self._timed(strand, sampling))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         try:
@@ -259,11 +259,11 @@ class Session:
             self.ended.set()
             raise Refused(Refusals.UNAVAILABLE, error.what, "claim another episode.") from error
 
-    async def _timed(self, prompt: Sequence[int], sampling: Sampling) -> tuple[Completion, float]:
+    async def _timed(self, strand: Strand, sampling: Sampling) -> tuple[Completion, float]:
         """A sample of the engine, and how long it took, seconds."""
         asked, slot = time.perf_counter(), self.policy.slot
         with slot.taken():
-            completion = await slot.generate(self.policy.engine, prompt, sampling)
+            completion = await slot.generate(self.policy.engine, strand.prompt, sampling, seen=strand.seen)
         return completion, time.perf_counter() - asked
 
     def _numbered(self, held: _Held[S], completion: Completion) -> int:

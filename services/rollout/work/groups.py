@@ -16,6 +16,7 @@ from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
 from millrace.wire.arrays import pack_tokens
 from services.rollout.engine import Engine, Sampling, ShownImages
+from services.rollout.episode.admission import EpisodeLimit
 from services.rollout.episode.episode import Episode, EpisodeFailed, Prompt
 from services.rollout.episode.slots import EpisodeSlot, Slots
 from services.rollout.scoring.scored import Answer, Scored
@@ -77,6 +78,13 @@ class GroupGenerator:
     most_episodes: int | None = None
     """Episodes that can be open at the same time; None: as many as the engine has slots. Episodes that leave their slot
     while they wait need a number."""
+
+    def episode_limit(self) -> EpisodeLimit | None:
+        """The limit of the episodes that go on at once; None if an episode is one answer. Half as many as the engine
+        has slots always fit: its capacity counts with half of the longest sequence for each."""
+        if self.most_episodes is None:
+            return None
+        return EpisodeLimit(self.most_episodes, least=max(1, min(self.most_episodes, self.engine.capacity // 2)))
 
     async def answer(self, lease: work_pb2.Lease, arrived: float, slots: Slots) -> common_pb2.Group | Drop:
         """The group of `lease`, or why there is none. `arrived`: time.monotonic() when the lease arrived. `slots`: of
@@ -142,7 +150,10 @@ class GroupGenerator:
 
         async def one(number: int, sampling: Sampling) -> Episode:
             with taken.episode(number) as slot:
-                return await self.run_episode(self.engine, prompt, sampling, slot)
+                episode = await self.run_episode(self.engine, prompt, sampling, slot)
+                if episode.account is not None:
+                    slot.record(episode.account)
+                return episode
 
         tasks = [asyncio.create_task(one(number, sampling)) for number, sampling in enumerate(requests)]
         try:

@@ -23,6 +23,7 @@ from millrace.wire.channel import Peer
 from millrace.wire.enums import drop_message
 from millrace.wire.server import LARGEST_GROUP_BYTES
 from services.rollout.engine import Completion, Engine, EngineDied
+from services.rollout.episode.admission import Admission
 from services.rollout.episode.slots import Slots
 from services.rollout.work.groups import GroupGenerator
 from services.rollout.work.parts import prefixes, reported, unreported
@@ -97,7 +98,8 @@ class HeldLease:
 class Leases:
     """The leases that this replica holds. `run` works until it is cancelled."""
 
-    def __init__(self, coordinator: Peer, member_id: MemberId) -> None:
+    def __init__(self, coordinator: Peer, member_id: MemberId, *, admit_by_cache: bool = True) -> None:
+        """`admit_by_cache`: whether episodes of several turns wait while the engine's cache has no room for them."""
         self.generated_tokens = 0
         """Response tokens since the process started."""
         self.on_forgotten: Callable[[], None] = lambda: None
@@ -110,6 +112,10 @@ class Leases:
         self._generator: GroupGenerator | None = None
         self._concurrency = Concurrency(0)
         """The slots of the generator's engine that may be used."""
+        self.admit_by_cache = admit_by_cache
+        """Holds for jobs that are served from now on."""
+        self.admission = Admission()
+        """Says which of the generator's episodes go on."""
         self._changed = asyncio.Event()
         self._extend_soon = asyncio.Event()
         self._reported_first = 0
@@ -137,6 +143,7 @@ class Leases:
         continues."""
         if generator is not None and generator is not self._generator:
             self._concurrency = Concurrency(generator.engine.capacity, _preempted(generator.engine))
+            self.admission = Admission(generator.episode_limit() if self.admit_by_cache else None)
         self._generator = generator
         self._changed.set()
 
@@ -200,15 +207,15 @@ class Leases:
     async def _room(self) -> tuple[GroupGenerator, int]:
         """Waits until the engine has a free slot, then answers for how many samples to ask: one free slot is room for
         a whole group, whose other samples wait in the engine so that no slot stays empty. Episodes that wait for a tool
-        have no slot, so any number of groups may be open; `most_episodes` bounds them."""
+        have no slot, so any number of groups may be open; the limit of `admission` bounds them."""
         while True:
             self._changed.clear()
             if self._generator is not None:
                 generator, group = self._generator, self._generator.job.spec.rollout.samples_per_prompt
                 held = [each.slots for each in self._held.values()]
                 free = self._concurrency.slots - sum(slots.generating for slots in held)
-                if generator.most_episodes is not None:
-                    free = min(free, generator.most_episodes - sum(slots.open for slots in held))
+                if (most := self.admission.limit or generator.most_episodes) is not None:
+                    free = min(free, most - sum(slots.open for slots in held))
                 # Groups that wait for their scores hold no slot. Without a bound a slow reward would fill the memory.
                 scoring = sum(not slots.open for slots in held)
                 if free > 0 and scoring < 2 * generator.engine.capacity:
@@ -221,7 +228,7 @@ class Leases:
         if held is not None:  # this replica's own lease expired and it claimed it again: the older fence is refused
             held.task.cancel("claimed again")
         episodes, known = lease.sampling.samples + lease.sampling.greedy_baseline, prefixes(lease.parts)
-        slots = Slots(episodes, self._slots_changed, self._on_completion, known)
+        slots = Slots(episodes, self._slots_changed, self._on_completion, self.admission, known)
         del lease.parts[:]
         task = asyncio.create_task(self._work(lease, generator, slots), name=f"lease {lease.ref.lease_id}")
         self._held[key] = HeldLease(lease, task, lease.expires_s, slots)

@@ -54,6 +54,38 @@ PREEMPTIONS = PrometheusMetric(
     "Samples that the engine had to compute again because its cache was full (vllm). Those that a publication has "
     "computed again are not counted.",
 )
+EPISODE_LIMIT = PrometheusMetric(
+    Gauge,
+    "millrace_episode_limit",
+    Unit.COUNT,
+    "Episodes of several turns that go on at once at most: as the job allows, and fewer if the engine's cache turned "
+    "out to be too small to keep their earlier turns; 0 without such a limit.",
+)
+EPISODES_OPEN = PrometheusMetric(
+    Gauge,
+    "millrace_open_episodes",
+    Unit.COUNT,
+    "Episodes that go on now: they generate, or wait for their environment.",
+)
+EPISODES_HELD_BACK = PrometheusMetric(
+    Gauge,
+    "millrace_held_back_episodes",
+    Unit.COUNT,
+    "Episodes of leased prompts that wait until the engine's cache has room for them.",
+)
+PREFIX_TOKENS = PrometheusMetric(
+    Counter,
+    "millrace_episode_prefix_tokens_total",
+    Unit.TOKENS,
+    "Tokens of the turn before with which turns of episodes began, under the same weights and in whole blocks of the "
+    "engine's cache (vllm, sglang).",
+)
+CACHED_PREFIX_TOKENS = PrometheusMetric(
+    Counter,
+    "millrace_episode_cached_prefix_tokens_total",
+    Unit.TOKENS,
+    "Of these, those whose keys and values were still in the engine's cache. The others were computed again.",
+)
 LEASES_HELD = PrometheusMetric(Gauge, "millrace_leases_held", Unit.COUNT, "Prompts that the replica works on.")
 DRAINING = PrometheusMetric(
     Gauge, "millrace_replica_draining", Unit.COUNT, "1 while the replica takes no new leases and finishes those it has."

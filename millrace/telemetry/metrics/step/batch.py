@@ -92,6 +92,31 @@ BATCH = (
         "Episodes that were run again because their environment failed or took too long.",
     ),
     StepMetric(
+        "episode/cached_prefix_ratio",
+        Unit.SHARE,
+        COORDINATOR,
+        "Of the tokens of the turn before, with which a turn begins: those whose keys and values the engine's cache"
+        " still had. The others were computed again. Only turns under the same weights count, and only of engines that"
+        " tell (vllm, sglang).",
+    ),
+    StepMetric(
+        "episode/limit",
+        Unit.COUNT,
+        COORDINATOR,
+        "Episodes that a replica let go on at once, mean over the episodes at their end. It falls where the engine's"
+        " cache is too small for those that are open. Only where replicas admit episodes by the cache, as with the"
+        " next two.",
+    ),
+    StepMetric(
+        "episode/open", Unit.COUNT, COORDINATOR, "Episodes that went on at once on their replica, the same way."
+    ),
+    StepMetric(
+        "timing_s/held_back",
+        Unit.SECONDS,
+        COORDINATOR,
+        "Time that an episode waited for room in the engine's cache, before its first turn and between turns.",
+    ),
+    StepMetric(
         "episode/cancelled_ratio",
         Unit.SHARE,
         COORDINATOR,

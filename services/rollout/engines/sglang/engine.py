@@ -13,6 +13,7 @@ import os
 import signal
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -157,6 +158,8 @@ class SglangEngine(VersionedEngine):
         first, *others = await self._workers.wait_for_workers(self._engine.server_args.tp_size, CONNECT_S)
         self.world_size, self.dtype, self.device = 1 + len(others), first.dtype, first.device
         self.capacity = samples_that_fit(first.max_requests, first.cache_tokens, self._context)
+        if not self._engine.server_args.disable_radix_cache:
+            self._cache_block = self._engine.server_args.page_size or 1
         if self._adapter is not None:
             unplaced = await self._ask(SglangMethods.add_adapter, self._adapter.encode())
             check_placed(self._adapter, SOFTWARE.title, unplaced)
@@ -257,7 +260,7 @@ class SglangEngine(VersionedEngine):
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         # SGLang aborts every request whose id begins with the given id, so no id may be the beginning of another.
-        request_id, prefix = f"sample-{next(self._numbers)}.", response.prefix
+        request_id, prefix, key = f"sample-{next(self._numbers)}.", response.prefix, self._cache_key
         search = StopSearch(self._endings, sampling, prefix)
         tokens = [*prompt_tokens, *prefix.tokens.tolist()]
         request = GenerateReqInput(
@@ -266,7 +269,7 @@ class SglangEngine(VersionedEngine):
             return_logprob=True,
             rid=request_id,
             # This request must not reuse keys and values of an older version.
-            extra_key=self._cache_key,
+            extra_key=key,
             lora_path=self._lora_path,
             stream=search.needed,
         )
@@ -276,7 +279,7 @@ class SglangEngine(VersionedEngine):
             final = await self._while_alive(self._last_output(request, search))
             completion = await self._sample(request_id, final, search.stopped, sampling, prefix)
             self._scheduler.answered(len(tokens), final["meta_info"])
-            return completion
+            return replace(completion, cached=self._cached(final["meta_info"].get("cached_tokens"), key))
         finally:
             self._running.discard(request_id)
             if not self._death.done() and self._engine is not None:

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -160,6 +161,8 @@ class VllmEngine(VersionedEngine):
         cache = config.cache_config
         tokens, longest = (cache.num_gpu_blocks or 0) * cache.block_size, config.model_config.max_model_len
         self.capacity = samples_that_fit(config.scheduler_config.max_num_seqs, tokens, longest)
+        if cache.enable_prefix_caching:
+            self._cache_block = getattr(cache, "cache_hit_alignment_tokens", None) or cache.block_size
         self.world_size = config.parallel_config.world_size
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
         if spec.data.images is not None:
@@ -239,12 +242,12 @@ class VllmEngine(VersionedEngine):
 
         if self._replays and sampling.stop:
             response.shorten(0)  # vLLM reports experts only of requests that it ends itself: see `_last_output`
-        request_id, prefix = f"sample-{next(self._numbers)}", response.prefix
+        request_id, prefix, key = f"sample-{next(self._numbers)}", response.prefix, self._cache_key
         prompt = {
             "type": "token",
             "prompt_token_ids": [*prompt_tokens, *prefix.tokens.tolist()],
             # This request must not reuse cache blocks of an older version.
-            "cache_salt": self._cache_key,
+            "cache_salt": key,
         }
         if response.images is not None:
             prompt = await self._with_images(prompt, response.images, prefix)
@@ -259,7 +262,8 @@ class VllmEngine(VersionedEngine):
             final, spans = await self._last_output(request_id, asking, search)
             if self._marks is not None:
                 self._marks.ended(request_id)
-            return await self._sample(request_id, final, search.stopped, spans, sampling, prefix)
+            completion = await self._sample(request_id, final, search.stopped, spans, sampling, prefix)
+            return replace(completion, cached=self._cached(final.num_cached_tokens, key))
         except EngineDeadError as error:
             raise EngineDied(f"vLLM's engine process ended: {error}") from error
         finally:

@@ -92,11 +92,13 @@ def test_tools_and_limits_are_told_where_there_are_environments() -> None:
     assert not {
         name for name in batch_metrics([plain], Version(4), spec) if name.startswith(("tool_calls", "episode/"))
     }
-    accounts = [Account(True, 3, 1, 0.5, 0), Account(False, 1, 0, 0.1, 1)]
+    accounts = [Account(True, 3, 1, 0.5, 0), Account(False, 1, 0, 0.1, 1, 100, 25, 3.0, 6, 8)]
     found = batch_metrics([plain, replace(plain, accounts=accounts)], Version(4), spec)
     assert [found[f"tool_calls/{name}"] for name in ("mean", "max", "min")] == [2.0, 3.0, 1.0]
     assert (found["tool_calls/failed_ratio"], found["timing_s/tools/max"]) == (0.25, 0.5)
     assert (found["episode/truncated_ratio"], found["episode/rerun_ratio"]) == (0.5, 0.5)
+    assert (found["episode/cached_prefix_ratio"], found["timing_s/held_back"]) == (0.25, 3.0)
+    assert (found["episode/open"], found["episode/limit"]) == (6.0, 8.0), "of episodes with a limit"
     assert step_row(1, found).values["tool_calls/max"] == 3.0, "each is declared"
 
 

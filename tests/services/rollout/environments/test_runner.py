@@ -108,10 +108,12 @@ def test_what_is_trained_are_the_tokens_that_the_engine_saw(
     rewards = [turn.reward for one in group.trajectories for turn in one.turns]
     assert rewards == [0.25] * 6 and [one.reward for one in group.trajectories if one.HasField("reward")] == [0.0] * 2
     accounts = [one.account for one in group.trajectories if one.HasField("account")]
-    assert accounts == [common_pb2.EpisodeAccount(end=common_pb2.EPISODE_END_TURNS)] * 2
+    assert [account.end for account in accounts] == [common_pb2.EPISODE_END_TURNS] * 2
+    assert all(account.episode_limit >= account.open_episodes > 0 == account.held_back_s for account in accounts)
     assert group.trajectories[-1].HasField("account")
     summary = GroupSummary.from_json(GroupSummary.of(group).to_json())
-    assert summary.accounts == [Account(ended=False, tool_calls=0, tool_failures=0, tool_s=0.0, reruns=0)] * 2
+    assert summary.accounts == [Account.of(account) for account in accounts]
+    assert not any(account.ended or account.tool_calls or account.reruns for account in summary.accounts)
 
 
 def bisect(text: str) -> str:
