@@ -16,6 +16,8 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +85,20 @@ def job(model: Path, options: argparse.Namespace) -> JobSpec:
 
 
 async def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    async with serving(options.engine, job(model, options)) as (replica, coordinator):
+        return await rounds(replica, coordinator, options)
+
+
+@asynccontextmanager
+async def serving(engine: str, spec: JobSpec) -> AsyncIterator[tuple[Replica, Coordinator]]:
+    """A replica that serves version 1 of the job's model, and the coordinator that gives it work."""
     import torch
     from transformers import AutoModelForCausalLM
 
     coordinator = Coordinator()
     calls = Peer(await coordinator.start())
     leases = Leases(calls, new_member_id("rollout"))
-    replica = Replica(leases._member_id, options.engine, "bench", leases)
+    replica = Replica(leases._member_id, engine, "bench", leases)
     server = Server(servicers(replica), "127.0.0.1", 0)
     await server.start()
     membership = replica.membership(calls, f"127.0.0.1:{server.port}", 60.0)
@@ -97,10 +106,10 @@ async def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     loops = [asyncio.create_task(membership.run()), asyncio.create_task(leases.run())]
     try:
         peer = Peer(f"127.0.0.1:{server.port}")
-        await configure(peer, job(model, options), JOB)
-        weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        await configure(peer, spec, JOB)
+        weights = AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=torch.float32)
         await publish(peer, replica.member_id, export(weights), 1)
-        return await rounds(replica, coordinator, options)
+        yield replica, coordinator
     finally:
         for loop in loops:
             loop.cancel()

@@ -10,8 +10,8 @@ from millrace.environments import Environment, Message, Row, Step
 class Waits(Environment):
     """Answers each turn, after a while where the row says so."""
 
-    def __init__(self, wait_s: float) -> None:
-        self.wait_s = wait_s
+    def __init__(self, wait_s: float, answer: str = "go on") -> None:
+        self.wait_s, self.answer = wait_s, answer
 
     async def reset(self, row: Row) -> list[Message]:
         self.waits = row["ground_truth"] == "waits"
@@ -21,4 +21,4 @@ class Waits(Environment):
     async def step(self, message: Message) -> Step:
         if self.waits:
             await asyncio.sleep(self.random.expovariate(1.0 / self.wait_s))
-        return "go on", 0.0, False
+        return self.answer, 0.0, False
