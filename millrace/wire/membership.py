@@ -109,10 +109,12 @@ class Membership:
                 self._on_drain()
             await asyncio.sleep(self._heartbeat_s)
 
-    async def drain(self) -> None:
-        """Tells the coordinator, if it can be reached, that this member takes no more work."""
+    async def drain(self) -> bool:
+        """Tells the coordinator, if it can be reached, that this member takes no more work. Returns whether it is about
+        to ask for a checkpoint of what this trainer holds."""
         self._leaving = True
-        await self._try(FleetRpc.Drain, fleet_pb2.DrainRequest(member_id=self._member_id))
+        answer = await self._try(FleetRpc.Drain, fleet_pb2.DrainRequest(member_id=self._member_id))
+        return answer is not None and answer.save_follows
 
     async def leave(self, reason: str, *, failed: bool = False) -> None:
         """Tells the coordinator, if it can be reached, that this member is gone; `failed`: because something in it
@@ -139,11 +141,12 @@ class Membership:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_RETRY_S)
 
-    async def _try(self, method: Unary[Request, Response], request: Request) -> None:
+    async def _try(self, method: Unary[Request, Response], request: Request) -> Response | None:
         try:
-            await self._coordinator.call(method, request)
+            return await self._coordinator.call(method, request)
         except MillraceError as error:
             log.info("the coordinator did not get the message", method=method.name, error=str(error))
+            return None
 
 
 def heed_notice() -> bool:

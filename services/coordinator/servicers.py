@@ -45,8 +45,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
     async def Drain(
         self, request: fleet_pb2.DrainRequest, context: grpc.aio.ServicerContext
     ) -> fleet_pb2.DrainResponse:
-        await self._fleet.drain(request.member_id)
-        return fleet_pb2.DrainResponse()
+        member = await self._fleet.drain(request.member_id)
+        return fleet_pb2.DrainResponse(save_follows=member.trains)
 
     async def Leave(
         self, request: fleet_pb2.LeaveRequest, context: grpc.aio.ServicerContext

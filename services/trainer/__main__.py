@@ -1,6 +1,6 @@
 """Runs the trainer. `python -m services.trainer` is one rank; `python -m services.trainer.launch --ranks N` starts all
 of one host, and `torchrun --nproc-per-node N -m services.trainer` those of several hosts. SIGTERM drains: the running
-step is finished, a checkpoint in progress is written, the trainer leaves the fleet, and the exit status is 0.
+step is finished, a checkpoint of it is written, the trainer leaves the fleet, and the exit status is 0.
 
 torchrun gives its ranks 30 seconds to drain; `--shutdown-timeout` gives them more.
 """

@@ -163,8 +163,10 @@ class DrainRequest(_message.Message):
     def __init__(self, member_id: _Optional[str] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("save_follows",)
+    SAVE_FOLLOWS_FIELD_NUMBER: _ClassVar[int]
+    save_follows: bool
+    def __init__(self, save_follows: bool = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("member_id", "reason", "failed")

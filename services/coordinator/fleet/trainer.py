@@ -10,6 +10,9 @@ from millrace.ids import JobId, Version
 from services.coordinator.fleet.partition import Partition
 from services.coordinator.state.member import Member
 
+LAST_CALLS = {method.key for method in (TrainerRpc.GetStatus, TrainerRpc.Save, TrainerRpc.FinishSave)}
+"""Calls that a trainer gets while it drains: a checkpoint of what it holds."""
+
 
 class TrainerLost(Unavailable):
     """The trainer is gone, was replaced, or holds another version than the ledger says. The job loop starts again and
@@ -39,9 +42,12 @@ class Trainer:
         TrainerLost if there is none."""
         self._taken = None
         self._taken = self.member
+        self._taken.trains = True
 
     def release(self) -> None:
         """The job has ended: calls go to whichever trainer is in charge."""
+        if self._taken is not None:
+            self._taken.trains = False
         self._taken = self._held = None
 
     @property
@@ -58,7 +64,7 @@ class Trainer:
     @property
     def member(self) -> Member:
         """The trainer in charge. Raises TrainerLost if there is none, or another one than at the last `take`."""
-        self._check_stays()
+        self.check_stays()
         member = self._fleet.trainer
         if member is None:
             raise TrainerLost("there is no trainer in the fleet.", "start one.")
@@ -69,22 +75,22 @@ class Trainer:
     def check(self, needed: bool) -> None:
         """Raises TrainerLeft if the trainer was asked to leave, TrainerLost if another one has taken over, or if it is
         gone and `needed`."""
-        self._check_stays()
+        self.check_stays()
         if self._fleet.trainer is None and not needed:
             return
         member = self.member
         if self._held is None or self._held[0] is not member:
             raise TrainerLost("another trainer has taken over.")
 
-    def _check_stays(self) -> None:
+    def check_stays(self) -> None:
         """Raises TrainerLeft if the trainer of the last `take` was asked to leave."""
         if self._taken is not None and self._taken.leaves:
             raise TrainerLeft(self._taken)
 
     async def call(self, method: Unary[Request, Response], request: Request) -> Response:
         """Calls the trainer. Raises TrainerLost if it cannot be reached or holds another job or version; TrainerLeft if
-        it drains or has left: one that drains only says how the checkpoint ended that it is writing."""
-        drains = self._taken is not None and self._taken.draining and method.key == TrainerRpc.FinishSave.key
+        it drains or has left: one that drains is only asked for what `LAST_CALLS` has."""
+        drains = self._taken is not None and self._taken.draining and method.key in LAST_CALLS
         member = self._taken if self._taken is not None and drains else self.member
         try:
             return await self._fleet.call(member, method, request)

@@ -23,7 +23,7 @@ from services.coordinator.fleet.trainer import TrainerLeft, TrainerLost
 from services.coordinator.jobs.loop import train
 from services.coordinator.jobs.placing import Placing
 from services.coordinator.jobs.waiting import JobViews, WaitingEvents
-from services.coordinator.stages.checkpoint import recover
+from services.coordinator.stages.checkpoint import recover, save_before_it_leaves
 from services.coordinator.stages.checkpoint_copies import copies_done
 from services.coordinator.stages.report import report
 from services.coordinator.stages.run import Cancelled, Components, GaveWay, Run
@@ -160,11 +160,11 @@ class Runner:
             await asyncio.to_thread(run.close)
 
     async def _handed_over(self, job: JobRecord, run: Run | None, left: TrainerLeft) -> None:
-        """Waits for the checkpoint that a trainer that drains is writing: the next one begins with it. A trainer that
-        was asked to leave is not counted."""
+        """Waits for the checkpoint of a trainer that drains: the next one begins with it. A trainer that was asked to
+        leave is not counted."""
         if run is not None:
             with contextlib.suppress(TrainerLost):
-                await recover(run)
+                await save_before_it_leaves(run)
         event = events.TrainerLeft(member=left.member, step=run.job.step if run else job.step)
         await self._components.events.add(job.id, event, str(left))
 

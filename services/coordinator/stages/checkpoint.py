@@ -24,6 +24,7 @@ from millrace.telemetry.spans.kinds import SpanKind
 from services.coordinator.stages.checkpoint_copies import begin_copy, remove_copy
 from services.coordinator.stages.run import GaveWay, Run
 from services.coordinator.stages.spans import traced
+from services.coordinator.stages.standby import newest_state
 
 log = structlog.get_logger(__name__)
 
@@ -81,6 +82,24 @@ async def give_way(run: Run) -> None:
         return
     if (other := await run.preempted_by()) is not None:  # it may have been cancelled meanwhile
         raise GaveWay(other)
+
+
+async def save_before_it_leaves(run: Run) -> None:
+    """Has a trainer that drains save the step that it holds, whatever `schedule.save_every_steps` says, and waits for
+    that: the next one goes on from there. Not where one that stands by has that step. Raises TrainerLost if the trainer
+    is gone before."""
+    await recover(run)
+    job = run.job
+    if job.step in (0, job.checkpoint_step) or (run.standby.ready and (await newest_state(run))[0] == job.version):
+        return
+    status = await run.components.trainer.status()
+    if (status.job_id, status.configuration, status.version) != (job.id, job.configuration, job.version):
+        return
+    try:
+        await _begin(run)
+        await _settle(run)
+    except SaveFailed as error:
+        log.warning("a trainer leaves without a checkpoint", job=job.id, step=job.step, error=str(error))
 
 
 async def recover(run: Run) -> None:

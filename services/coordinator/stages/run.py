@@ -240,6 +240,7 @@ class Run:
                 )
             state, wanted = await self.components.store.jobs.wanted(self.job.id)
         while state is JobState.PAUSED and wanted is not Wanted.CANCEL:
+            self.components.trainer.check_stays()
             await waited(self.components.control.next(), LOOK_EVERY_S)
             state, wanted = await self.components.store.jobs.wanted(self.job.id)
         if wanted is Wanted.CANCEL:

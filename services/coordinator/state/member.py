@@ -132,6 +132,8 @@ class Member:
     joined_s: float = field(default_factory=time.time)
     """Unix time."""
     draining: bool = False
+    trains: bool = False
+    """Whether it is the trainer that the loop of a job calls: the job asks it for a checkpoint before it leaves."""
     configured: Configured | None = None
     weights: Weights | None = None
     weights_at: float = 0.0

@@ -43,6 +43,8 @@ class CallLock:
         self.current: RunningCall | None = None
         self.closed = ""
         """Why no new call may begin; empty while calls may begin."""
+        self.open_to = ""
+        """The method of which calls may begin nevertheless."""
 
     async def run(self, key: CallKey[Result], work: Callable[[], Awaitable[Result]], *, wait: bool = False) -> Result:
         """Runs `work`, or joins the running call with the same key. The work continues when its callers have gone.
@@ -65,7 +67,7 @@ class CallLock:
             await asyncio.wait([self.current.task])
 
     def _begin(self, key: CallKey[Result], work: Callable[[], Awaitable[Result]]) -> RunningCall:
-        if self.closed:
+        if self.closed and key.method != self.open_to:
             what = f"{key.method} cannot begin: {self.closed}."
             raise Unavailable(what, "wait until the trainer is in the fleet again.")
         if self.current is not None:
@@ -99,8 +101,13 @@ class ConfiguredJob:
     """Micro-batches that keep all ranks busy."""
     last_step: tuple[int, pb.StepResponse] | None = None
     """Number of the last step, and its response."""
+    saved: Version = field(init=False)
+    """The version that was loaded, or saved since."""
     parts: list[bytes] = field(default_factory=list)
     """What was added to the next step, part by part, see `content_of`."""
+
+    def __post_init__(self) -> None:
+        self.saved = self.version
 
     def deadline(self, method: str) -> float:
         return self.spec.deadlines.of_calls()[f"Trainer/{method}"]

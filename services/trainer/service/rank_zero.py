@@ -168,8 +168,9 @@ class RankZero:
         await self._ended.wait()
         if not self._failure:
             log.info("draining")
-            await membership.drain()  # before calls are refused: nobody takes that for a failure then
-            await self._trainer.drain()
+            # Before calls are refused: nobody takes that for a failure then.
+            save_follows = await membership.drain()
+            await self._trainer.drain(save_follows=save_follows)
         await self._leave(server, membership, member)
         metrics.close()
         await coordinator.close()
@@ -186,7 +187,7 @@ class RankZero:
         await server.stop()
 
     def drain(self) -> None:
-        """Ends the trainer after the call that runs and the checkpoint that is being written. From any thread."""
+        """Ends the trainer after the call that runs, and once what it holds is on the disk. From any thread."""
         self._loop.call_soon_threadsafe(self._ended.set)
 
     def _fail(self, failure: str) -> None:

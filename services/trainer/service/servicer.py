@@ -1,6 +1,7 @@
 """The Trainer service: which call may come when, and which call repeats one that runs or is done."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
@@ -60,6 +61,8 @@ SPANS = {
 }
 """The span of a call of each method on the ranks."""
 
+SAVE_ASKED_S = 10.0
+"""Longest wait, during a drain, until the coordinator asks for the checkpoint that it has announced."""
 ENDS_S = 1.0
 """Ranks end a transfer by themselves at its deadline. Ranks that have not ended it this long afterwards are blocked."""
 
@@ -104,6 +107,8 @@ class TrainerService(TrainerServicer):
         self._job: ConfiguredJob | None = None
         self._publishing = PublicationProgress()
         self._saving: SaveProgress | None = None
+        self._save_asked = asyncio.Event()
+        """Set by a save that was asked for during the drain."""
         self._failure = ""
         self.trained_tokens = 0
 
@@ -116,10 +121,18 @@ class TrainerService(TrainerServicer):
     def version(self) -> int:
         return self._job.version if self._job else -1
 
-    async def drain(self) -> None:
-        """Refuses new calls, and waits for the call that runs and for a checkpoint that is being written."""
+    async def drain(self, *, save_follows: bool = False) -> None:
+        """Refuses new calls, and waits for the call that runs and for a checkpoint that is being written. Where
+        `save_follows`, and what is held was not saved, it waits before for the coordinator to ask for that."""
         self._lock.closed = self._lock.closed or "the trainer is draining"
+        self._lock.open_to = "Save" if save_follows else ""
         await self._lock.wait_until_free()
+        if save_follows and self._job is not None and self._job.saved != self._job.version:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SAVE_ASKED_S):
+                    await self._save_asked.wait()
+            await self._lock.wait_until_free()
+        self._lock.open_to = ""
         await self._saved()
 
     async def Configure(
@@ -277,13 +290,17 @@ class TrainerService(TrainerServicer):
         saving = self._saving
         if saving is not None and saving.key == key and not saving.outcome.done():
             return saving.answer
-        return await self._lock.run(key, lambda: self._save(request, job, key))
+        drains = self._lock.open_to == key.method
+        if drains:
+            self._save_asked.set()
+        return await self._lock.run(key, lambda: self._save(request, job, key), wait=drains)
 
     async def _save(
         self, request: pb.SaveRequest, job: ConfiguredJob, key: CallKey[pb.SaveResponse]
     ) -> pb.SaveResponse:
         await self._saved()
         answer = await self._on_ranks(TrainerRpc.Save, request, job.deadline("Save"))
+        job.saved = job.version
         self._saving = SaveProgress(key, request.job_id, request.path, answer, self._saves.outcome)
         return answer
 
@@ -312,6 +329,7 @@ class TrainerService(TrainerServicer):
             self._job = None  # after a failure the trainer has to be configured again
             reply = await self._on_ranks(TrainerRpc.Load, request, job.deadline("Load"))
             job.version, job.last_step, job.parts = Version(reply.version), None, []
+            job.saved = job.version
             self._job = job
             return reply
 

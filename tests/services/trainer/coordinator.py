@@ -24,6 +24,8 @@ class Script(FleetServicer, WorkServicer):
         self.registrations = 0
         self.drained: list[str] = []
         """Members that said that they drain."""
+        self.save_follows = False
+        """What a member that says that it drains is told."""
         self.left: list[fleet_pb2.LeaveRequest] = []
         self.left_open: list[bool] = []
         """Whether the address of each that left still took connections."""
@@ -50,7 +52,7 @@ class Script(FleetServicer, WorkServicer):
 
     async def Drain(self, request: fleet_pb2.DrainRequest, context: Any) -> fleet_pb2.DrainResponse:
         self.drained.append(request.member_id)
-        return fleet_pb2.DrainResponse()
+        return fleet_pb2.DrainResponse(save_follows=self.save_follows)
 
     async def Leave(self, request: fleet_pb2.LeaveRequest, context: Any) -> fleet_pb2.LeaveResponse:
         host, _, port = self.members[request.member_id].address.rpartition(":")

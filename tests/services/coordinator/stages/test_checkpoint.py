@@ -16,7 +16,7 @@ from millrace.spec.schedule import Schedule
 from services.coordinator.stages.checkpoint import _prune
 from services.coordinator.store import Store
 from tests.services.coordinator.cluster import Cluster, scenario, until
-from tests.services.coordinator.peers import write_state
+from tests.services.coordinator.peers import SimulatedTrainer, write_state
 from tests.services.coordinator.redis import a_job, with_store
 from tests.services.coordinator.test_recovery import trained_once
 
@@ -192,6 +192,77 @@ async def test_a_trainer_that_drains_may_finish_its_checkpoint(cluster: Cluster,
     assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
     assert second.configured == [at(spec, 2)]
     assert await cluster.events(job_id, "checkpoint.failed") == []
+    await trained_once(cluster, job_id, second)
+
+
+def drains_in(trainer: SimulatedTrainer, step: int) -> None:
+    """The trainer is asked to leave while it makes that step."""
+
+    async def drains(request: Any) -> None:
+        if request.step == step:
+            answer = await trainer.coordinator.call(FleetRpc.Drain, fleet_pb2.DrainRequest(member_id=trainer.id))
+            assert answer.save_follows
+
+    trainer.faults["Step"] = drains
+
+
+@scenario
+async def test_a_trainer_that_drains_saves_the_step_that_it_holds(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """Though no checkpoint is due: the next one loses no step."""
+    first, _ = await cluster.trainer(), await cluster.replica()
+    drains_in(first, 3)
+    job_id = await cluster.submit(spec)
+    await until(lambda: cluster.events(job_id, "trainer.left"))
+    await first.leave()
+    second = await cluster.trainer()
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert second.configured == [at(spec, 3)] and min(second.parts) == 4
+    assert await cluster.events(job_id, "job.rewound") == []
+    assert [event.data.step for event in await cluster.events(job_id, "checkpoint.saved")] == [3, 6]
+    await trained_once(cluster, job_id, second)
+
+
+@scenario
+async def test_a_trainer_whose_host_ends_before_it_has_saved_costs_what_it_did(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    first, _ = await cluster.trainer(), await cluster.replica()
+    spec["schedule"]["save_every_steps"] = 2
+    drains_in(first, 3)
+    dying: list[asyncio.Task[None]] = []
+
+    async def dies(request: Any) -> None:
+        if request.path.endswith("step-3"):
+            dying.append(asyncio.create_task(first.die()))
+            await asyncio.sleep(60)
+
+    first.faults["FinishSave"] = dies
+    job_id = await cluster.submit(spec)
+    await until(lambda: asyncio.sleep(0, dying), within_s=20)
+    await dying[0]
+    second = await cluster.trainer()
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert second.configured == [at(spec, 2)]
+    await trained_once(cluster, job_id, second)
+
+
+@scenario
+async def test_a_paused_job_is_saved_as_well(cluster: Cluster, spec: dict[str, Any]) -> None:
+    first, _ = await cluster.trainer(step_s=0.05), await cluster.replica()
+    job_id = await cluster.submit(spec)
+    await cluster.reached(job_id, 1)
+    await asyncio.to_thread(cluster.coordinator.client.pause, job_id)
+    paused = await until(lambda: cluster.job(job_id), lambda job: job.state is JobState.PAUSED)
+    await first.coordinator.call(FleetRpc.Drain, fleet_pb2.DrainRequest(member_id=first.id))
+    await until(lambda: cluster.events(job_id, "trainer.left"))
+    assert (await cluster.job(job_id)).checkpoint == at(spec, paused.step)
+    await first.leave()
+    second = await cluster.trainer()
+    await asyncio.to_thread(cluster.coordinator.client.resume, job_id)
+    assert (await cluster.ended(job_id)).state is JobState.SUCCEEDED
+    assert second.configured == [at(spec, paused.step)]
     await trained_once(cluster, job_id, second)
 
 

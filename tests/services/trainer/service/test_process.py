@@ -42,6 +42,7 @@ def test_registers_beats_and_drains_in_the_middle_of_a_step(
         script.members.clear()
         until(lambda: script.registrations == 2, running)
         script.hold.clear()
+        script.save_follows = True
         stepping = running.in_background(lambda: calls.step(2, script.groups, served.address))
         until(lambda: len(script.fetches) == 2, running)
         running.process.send_signal(signal.SIGTERM)
@@ -51,6 +52,8 @@ def test_registers_beats_and_drains_in_the_middle_of_a_step(
         finally:
             script.hold.set()
         assert stepping.result(30).version == 2
+        assert not script.left, "the coordinator has not asked for the checkpoint yet"
+        assert calls.save(str(tmp_path / "step-2")).version == 2
         assert running.process.wait(30) == 0
         assert [(leave.member_id, leave.failed) for leave in script.left] == [(member.member_id, False)]
         assert script.left_open == [True], "it would be taken for dead"

@@ -113,8 +113,8 @@ class Running:
         time.sleep(0.3)
         return future
 
-    def drain(self) -> None:
-        self._run(self.trainer.drain())
+    def drain(self, *, save_follows: bool = False) -> None:
+        self._run(self.trainer.drain(save_follows=save_follows))
 
     def stop(self) -> None:
         self.ranks.gate.set()
