@@ -80,6 +80,10 @@ class MemberConfigured(EventData):
     member: MemberId
     engine: str
     pool: str = Field("rollout", description="The pool of the replica.")
+    kept_engine: bool = Field(False, description="It has the engine of the job before: nothing was started or loaded.")
+    engine_changes: list[str] = Field(
+        default_factory=list, description="Fields in which the job before needed another engine."
+    )
 
 
 class MemberFailed(EventData):

@@ -259,6 +259,10 @@ class Engine(EngineWeights, Protocol):
     async def stop(self) -> None:
         """Ends every process and thread of the engine. Idempotent."""
 
+    async def forget_job(self) -> None:
+        """Makes a running engine ready for another job that needs the same one: no version is in place, requests in
+        flight end, and caches of prompts and images are empty."""
+
     async def generate(
         self, prompt_tokens: Sequence[int], sampling: Sampling, response: Response | None = None
     ) -> Completion:

@@ -1,12 +1,12 @@
 """One replica: the job that it serves, its engine, the version that is in place."""
 
 import asyncio
-import json
 import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import structlog
@@ -27,6 +27,7 @@ from millrace.weights.plans.manifest import Manifest
 from millrace.wire.enums import missing_messages
 from services.rollout.engine import Engine, EngineDied, EngineStats, Load
 from services.rollout.engines import create, import_errors, import_transformers
+from services.rollout.engines.options import differing_needs, engine_needs
 from services.rollout.environments.runner import EnvironmentEpisodes
 from services.rollout.judges.client import JudgeClient
 from services.rollout.judges.scorer import JudgeScorer
@@ -53,6 +54,16 @@ COUNTED = (
 """What the engine and the admission of episodes count, in the order of `ReplicaMetrics._count`."""
 
 
+@dataclass(frozen=True)
+class EngineOrigin:
+    """Where the engine of the configured job comes from."""
+
+    kept: bool = False
+    """It is the one of the job before."""
+    changes: Sequence[str] = ()
+    """The fields in which the job before needed another engine, which was stopped."""
+
+
 class Replica(FleetMember):
     """Configured by the coordinator. It takes leases as soon as a first version is committed."""
 
@@ -74,7 +85,9 @@ class Replica(FleetMember):
         self.job: Job | None = None
         self._receiver: PublicationReceiver | None = None
         self._generator: GroupGenerator | None = None
-        self._engine_of = ""
+        self._needs: Mapping[str, Any] = {}
+        """What the engine was started for: see `engine_needs`."""
+        self._origin = EngineOrigin()
         self._turn = asyncio.Lock()
 
     async def configure(self, job_id: JobId, spec_json: str) -> rollout_pb2.ConfigureRolloutResponse:
@@ -104,13 +117,17 @@ class Replica(FleetMember):
                 seconds=time.monotonic() - started,
                 has_base=self._receiver.has_base,
                 missing_boundaries=self.missing_boundaries,
+                kept_engine=self._origin.kept,
+                engine_changes=self._origin.changes,
             )
 
     async def _enter_job(self, job_id: JobId, spec: JobSpec) -> None:
         self.state, self.failure = rollout_pb2.ENGINE_STATE_STARTING, ""
-        wanted = _engine_key(spec)
-        if self.engine is not None and self._engine_of != wanted:
+        needs = await asyncio.to_thread(engine_needs, spec, self.engine_name)
+        changes = differing_needs(self._needs, needs) if self.engine is not None else []
+        if changes:
             await self._stop_engine()
+        self._origin = EngineOrigin(kept=self.engine is not None, changes=changes)
         await asyncio.to_thread(import_transformers)
         opening = asyncio.create_task(Job.open(job_id, spec, self.leases.coordinator))
         try:
@@ -118,7 +135,9 @@ class Replica(FleetMember):
                 self.engine = create(self.engine_name, self.nodes)
                 with import_errors(self.engine_name):
                     await self.engine.start(spec)
-                self._engine_of = wanted
+                self._needs = needs
+            else:
+                await self.engine.forget_job()
             self.job = await opening
         except Exception:
             await self._discard(opening)
@@ -128,7 +147,8 @@ class Replica(FleetMember):
             self.engine, self.member_id, spec.rollout.cache_policy, self._on_version, self.metrics.published
         )
         self.state = rollout_pb2.ENGINE_STATE_WITHOUT_WEIGHTS
-        log.info(CONFIGURED, job=job_id, engine=self.engine.name, release=self.engine.release)
+        kept = self._origin.kept
+        log.info(CONFIGURED, job=job_id, engine=self.engine.name, release=self.engine.release, kept_engine=kept)
 
     async def _discard(self, opening: asyncio.Task[Job]) -> None:
         await asyncio.wait([opening])
@@ -149,7 +169,6 @@ class Replica(FleetMember):
     async def _stop_engine(self) -> None:
         if self.engine is not None:
             engine, self.engine = self.engine, None
-            self._engine_of = ""
             await engine.stop()
 
     def _on_version(self, version: Version | None) -> None:
@@ -312,21 +331,6 @@ class Replica(FleetMember):
                 await self._stop_engine()
         except TimeoutError:
             log.warning("the engine did not stop in time and is killed", seconds=CLOSE_S)
-
-
-def _engine_key(spec: JobSpec) -> str:
-    """What the engine depends on: two jobs with the same key can use one running engine."""
-    rollout = spec.rollout
-    return json.dumps(
-        [
-            spec.model.model_dump(),
-            rollout.dtype,
-            rollout.engine_options,
-            spec.data.max_prompt_tokens + rollout.max_response_tokens,
-            None if spec.data.images is None else spec.data.images.max_per_prompt,
-        ],
-        sort_keys=True,
-    )
 
 
 def check_images(spec: JobSpec, engine: str) -> None:

@@ -397,6 +397,8 @@ export interface MemberConfigured {
   member: string;
   engine: string;
   pool: string;
+  kept_engine: boolean;
+  engine_changes: string[];
 }
 
 /** A member died while it worked for the job, which is charged with the death; or its next life reported how it ended. The message has its last words. */

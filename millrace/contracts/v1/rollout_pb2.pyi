@@ -64,18 +64,22 @@ class ConfigureRolloutRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., spec: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ConfigureRolloutResponse(_message.Message):
-    __slots__ = ("world_size", "dtype", "seconds", "has_base", "missing_boundaries")
+    __slots__ = ("world_size", "dtype", "seconds", "has_base", "missing_boundaries", "kept_engine", "engine_changes")
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     HAS_BASE_FIELD_NUMBER: _ClassVar[int]
     MISSING_BOUNDARIES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_ENGINE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_CHANGES_FIELD_NUMBER: _ClassVar[int]
     world_size: int
     dtype: str
     seconds: float
     has_base: bool
     missing_boundaries: _containers.RepeatedCompositeFieldContainer[MissingBoundary]
-    def __init__(self, world_size: _Optional[int] = ..., dtype: _Optional[str] = ..., seconds: _Optional[float] = ..., has_base: bool = ..., missing_boundaries: _Optional[_Iterable[_Union[MissingBoundary, _Mapping]]] = ...) -> None: ...
+    kept_engine: bool
+    engine_changes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, world_size: _Optional[int] = ..., dtype: _Optional[str] = ..., seconds: _Optional[float] = ..., has_base: bool = ..., missing_boundaries: _Optional[_Iterable[_Union[MissingBoundary, _Mapping]]] = ..., kept_engine: bool = ..., engine_changes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DescribeReceiveRequest(_message.Message):
     __slots__ = ("job_id", "manifest")

@@ -109,7 +109,14 @@ class Configuring:
             made = Configured(job.id, answer.world_size, answer.dtype, job.spec_digest, answer.has_base, missing)
             await self._fleet.configured(member, made)
             message = f"{member.id} ({member.engine}) is ready for the job after {time.monotonic() - started:.1f} s"
-            payload = events.MemberConfigured(member=member.id, engine=member.engine, pool=self._pool)
+            payload = events.MemberConfigured(
+                member=member.id,
+                engine=member.engine,
+                pool=self._pool,
+                kept_engine=answer.kept_engine,
+                engine_changes=list(answer.engine_changes),
+            )
+            message += _about_engine(payload)
             await self._events.add(job.id, payload, message)
         finally:
             member.configuring = False
@@ -138,6 +145,14 @@ class Configuring:
         if not self._accepted:
             self._accepted = True
             await self._records.set_note(self._note, self._job.spec_digest)
+
+
+def _about_engine(configured: events.MemberConfigured) -> str:
+    if configured.kept_engine:
+        return "; it keeps its engine"
+    if configured.engine_changes:
+        return f"; it started another engine, as the job before had other {', '.join(configured.engine_changes)}"
+    return ""
 
 
 def _for_pool(pool: str) -> str:

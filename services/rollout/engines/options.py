@@ -1,5 +1,6 @@
 """Checks of options and models that are the same for every engine."""
 
+import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import replace
@@ -19,6 +20,58 @@ Checked = TypeVar("Checked")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 ROWS = 4096
 """Rows that are compared at a time."""
+READ_BY_ENGINES = (".json", ".model", ".txt", ".tiktoken", ".py")
+"""Endings of a model folder's files that an engine reads beside the weights: config, tokenizer, code."""
+
+
+def engine_needs(spec: JobSpec, engine: str) -> dict[str, Any]:
+    """All that a running `engine` depends on, by the field of the job: it serves every job for which this is the same.
+    The files of the model folder count by content, wherever the folder is. Its weights do not count, since publications
+    bring them, unless the job has images: the tower is read from the folder."""
+    model, rollout, images = spec.model, spec.rollout, spec.data.images
+    needs: dict[str, Any] = {
+        "model.trust_remote_code": model.trust_remote_code,
+        "model.lora": model.publishes_adapter,
+        "rollout.dtype": rollout.dtype,
+        "data.max_prompt_tokens + rollout.max_response_tokens": spec.data.max_prompt_tokens
+        + rollout.max_response_tokens,
+        "data.images": images is not None,
+        "algorithm.router_replay": spec.algorithm.router_replay,
+    }
+    needs |= {f"model.path ({name})": digest for name, digest in files_by_content(model.path).items()}
+    needs |= {rollout.field_of(engine, name): value for name, value in rollout.options_of(engine).items()}
+    if images is not None:
+        needs |= {"data.images.max_per_prompt": images.max_per_prompt, "model.path (weights)": weight_files(model.path)}
+    if model.lora is not None and model.publishes_adapter:
+        # The rest of model.lora changes the values that are published, and nothing in the engine.
+        needs |= {
+            "model.lora.rank": model.lora.rank,
+            "model.lora.target_modules": model.lora.target_modules,
+            "model.lora.exclude_modules": model.lora.exclude_modules,
+            "model.lora.adapter_path": model.lora.adapter_path and files_by_content(model.lora.adapter_path),
+        }
+    return needs
+
+
+def differing_needs(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The fields in which two results of `engine_needs` differ, sorted; without those below a field that differs."""
+    absent = object()
+    found = {name for name in one.keys() | other.keys() if one.get(name, absent) != other.get(name, absent)}
+    return sorted(name for name in found if not any(name.startswith(f"{above}.") for above in found))
+
+
+def files_by_content(folder: str) -> dict[str, str]:
+    """SHA-256 of each file directly in a model folder that an engine reads beside the weights; empty if there is no
+    such folder."""
+    names = (path for path in sorted(Path(folder).glob("*")) if path.suffix in READ_BY_ENGINES and path.is_file())
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in names if not path.name.endswith(INDEX)}
+
+
+def weight_files(folder: str) -> tuple[Any, ...]:
+    """Path, size in bytes and time of the last change in ns of each safetensors file of a folder: the content is too
+    large to compare."""
+    paths = sorted(Path(folder).resolve().glob("*.safetensors"))
+    return tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
 
 
 def check_names(spec: JobSpec, engine: str, known: Set[str], options: str) -> None:

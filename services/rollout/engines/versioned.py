@@ -357,6 +357,14 @@ class VersionedEngine(ABC):
         finally:
             self._may_begin.set()
 
+    async def forget_job(self) -> None:
+        """See `Engine`."""
+        await self._drop_version()
+        try:
+            await self._enter_pause("recompute")  # which empties the library's caches
+        finally:
+            await self._leave_pause()
+
     @property
     def _cache_key(self) -> str:
         """Names the keys and values of the weights in place; weights that were in place before had other names."""

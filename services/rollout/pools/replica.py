@@ -40,6 +40,7 @@ from services.rollout.engine import (
     TokenSequence,
 )
 from services.rollout.engines import create_replying, create_scoring, import_errors, import_transformers
+from services.rollout.engines.options import files_by_content, weight_files
 from services.rollout.member.member import FleetMember
 
 REFUSALS = (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError)
@@ -97,6 +98,8 @@ class PoolReplica(FleetMember):
         self._tokens = 0
         self._engine: PoolEngine | None = None
         self._model: PoolModel | None = None
+        self._files: object = None
+        """State of the model's files when they were loaded."""
         self._tokenizer: Any = None
         self._template_options: dict[str, Any] = {}
         self._calls = 0
@@ -115,7 +118,7 @@ class PoolReplica(FleetMember):
                 raise InvalidState(f"{self.member_id} drains.", "configure another replica.")
             self.job_id = ""
             try:
-                await self._hold(_pool_model(spec, self.pool), spec)
+                kept = await self._hold(_pool_model(spec, self.pool), spec)
             except Exception as error:
                 self.state, self.failure = rollout_pb2.ENGINE_STATE_FAILED, str(error)
                 await self._stop_engine()
@@ -125,25 +128,33 @@ class PoolReplica(FleetMember):
             self._template_options = spec.data.chat_template_options
             log.info("configured for a pool", job=job_id, pool=self.pool, engine=self._engine.name)
             return rollout_pb2.ConfigureRolloutResponse(
-                world_size=self._engine.world_size, dtype=self._model.pool.dtype, seconds=time.monotonic() - started
+                world_size=self._engine.world_size,
+                dtype=self._model.pool.dtype,
+                seconds=time.monotonic() - started,
+                kept_engine=kept,
             )
 
-    async def _hold(self, model: PoolModel, spec: JobSpec) -> None:
-        """Has the engine hold the model, and checks it against the job."""
+    async def _hold(self, model: PoolModel, spec: JobSpec) -> bool:
+        """Has the engine hold the model, and checks it against the job. Whether the engine held it already: a folder
+        whose files have changed is another model."""
         await asyncio.to_thread(import_transformers)
         tokenizer = await asyncio.to_thread(pool_tokenizer, spec.model, model.pool, model.task, f"{model.field}.path")
-        if self._engine is None or self._model != model:
+        files = await asyncio.to_thread(_files, model.pool.path)
+        kept = self._engine is not None and (self._model, self._files) == (model, files)
+        if not kept:
             await self._stop_engine()
             self.state, self.failure = rollout_pb2.ENGINE_STATE_STARTING, ""
             self._engine = _created(self.engine_name, model.task)
             with import_errors(self.engine_name):
                 await self._engine.start(model)
-            self._model = model
+            self._model, self._files = model, files
         self._tokenizer = tokenizer
+        assert self._engine is not None
         context = self._engine.context
         if model.task is PoolTask.LOGPROBS and context is not None and context < model.longest:
             reason = f"has positions for {context} tokens, and prompt and response may have {model.longest}"
             raise refused(f"{model.field}.path", model.pool.path, reason, "give a model with a longer context.")
+        return kept
 
     async def score_tokens(
         self, job_id: str, pool: str, sequences: Sequence[TokenSequence], top: int
@@ -316,6 +327,11 @@ class PoolReplica(FleetMember):
 
 def _downloaded(spec: JobSpec, pool: str) -> JobSpec:
     return hub.local(spec, pool=pool)
+
+
+def _files(folder: str) -> object:
+    """Equal as long as the files of a model folder do not change."""
+    return files_by_content(folder), weight_files(folder)
 
 
 def _created(engine: str, task: PoolTask) -> PoolEngine:
