@@ -5,6 +5,7 @@ last worker begins with the files that mostly wait, so that the others have the 
 """
 
 import ast
+import atexit
 import functools
 import gc
 import os
@@ -110,14 +111,11 @@ def pytest_collection() -> None:
 
 def pytest_collection_finish() -> None:
     """Collections of garbage leave out the tests and modules that are loaded now: they stay to the end, and to look
-    through all of them takes a second."""
-    gc.collect()
+    through all of them takes a second. At exit they are looked at, as libraries tell whether anything of theirs is
+    left."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # libraries look at the end whether anything of theirs is left
+    atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
-from vllm import ModelRegistry
 
 from millrace.errors import InvalidJob
 from millrace.memory.shape import decoder_shape
@@ -32,6 +31,8 @@ def test_a_language_model_inside_another_is_seen(wrapper: Path) -> None:
 
 def test_a_release_without_the_language_model_builds_the_whole(wrapper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.26 has Qwen3.5 only with its tower, which gets no pictures then."""
+    from vllm import ModelRegistry  # above, it would take each worker of pytest seconds
+
     spec = job_spec(wrapper)
     assert engine_arguments(spec).hf_overrides == {"architectures": ["Qwen3_5ForCausalLM"]}
     monkeypatch.setattr(ModelRegistry, "get_supported_archs", lambda: ["Qwen3_5ForConditionalGeneration"])

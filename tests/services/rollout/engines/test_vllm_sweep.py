@@ -2,6 +2,7 @@
 computes as transformers does, and which otherwise."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from services.rollout.engines.vllm.options import TEXT_PARTS, engine_arguments
 from tests.services.rollout.engines import vllm_sweep
 from tests.services.rollout.jobs import job_spec
 
-pytest.importorskip("vllm")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the tables are of the CPU build"),
 ]
 TRAINED = sorted({*RIGHT, *RIGHT_WITH} - set(TEXT_PARTS))

@@ -4,7 +4,6 @@ import re
 from typing import Any
 
 import pytest
-from renderers.parsers import TOOL_PARSERS
 
 from millrace.errors import BadRow, InvalidJob
 from services.rollout.engine import StopReason
@@ -138,7 +137,13 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_the_tokens_of_every_parser_are_known() -> None:
+    from renderers.parsers import TOOL_PARSERS  # above, it would take each worker of pytest a second
+
+    assert CALL_TOKENS.keys() == TOOL_PARSERS.keys()
+
+
+@pytest.mark.parametrize("parser", CALL_TOKENS)
 def test_a_parser_whose_tokens_the_tokenizer_lacks_is_refused_where_there_are_tools(parser: str) -> None:
     """It would read none of the calls in CALLS, and say nothing."""
     for lacking in (None, *CALL_TOKENS[parser]):
