@@ -15,6 +15,7 @@ from millrace.local.state_folder import is_running, read_state, span
 from millrace.local.state_folder import scale as ask_for
 
 MOST_REPLICAS = 64
+MOST_COORDINATORS = 4
 MOST_STANDBYS = 4
 STATE = Path("state")
 StateOption = Annotated[
@@ -27,6 +28,14 @@ ReplicasOption = Annotated[
 PythonOption = Annotated[
     list[str] | None,
     typer.Option(metavar="ENGINE=PATH", help="Python interpreter for replicas of an engine. Can be repeated."),
+]
+CoordinatorsOption = Annotated[
+    int,
+    typer.Option(
+        help="Coordinators: one leads, the others stand by, at the next ports.",
+        min=1,
+        max=MOST_COORDINATORS,
+    ),
 ]
 StandbyTrainersOption = Annotated[
     int,
@@ -55,6 +64,7 @@ def up(
         bool, typer.Option(help="Keep a second trainer process that has imported everything, about 0.4 GB.")
     ] = True,
     standby_trainers: StandbyTrainersOption = 0,
+    coordinators: CoordinatorsOption = 1,
     state: StateOption = STATE,
     http_host: Annotated[str, typer.Option(help="Address of the REST API; 0.0.0.0 allows other hosts.")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="Port of the REST API; 0: a free port.")] = 7700,
@@ -76,6 +86,7 @@ def up(
     from millrace.wire.address import require_protection  # imports gRPC
 
     require_protection(http_host, insecure=insecure)
+    first, *others = coordinator_ports(coordinators, http_port, grpc_port)
     options = StackOptions(
         state=str(state.resolve()),
         replicas=number,
@@ -89,8 +100,9 @@ def up(
         standby=standby,
         standby_trainers=standby_trainers,
         http_host=http_host,
-        http_port=http_port or free_port(),
-        grpc_port=grpc_port or free_port(),
+        http_port=first[0],
+        grpc_port=first[1],
+        standby_coordinators=others,
         insecure=insecure,
     )
     raise typer.Exit(watchdog((sys.executable, "-m", "millrace.local", "supervise", options.to_json())))
@@ -121,6 +133,18 @@ def _number(replicas: str) -> tuple[int, str]:
         what = f"--replicas: {replicas!r} is neither a number nor MIN:MAX."
         raise InvalidState(what, f"write numbers from 0 to {MOST_REPLICAS}, the first one at most the second.")
     return found[0], replicas if ":" in replicas else ""
+
+
+def coordinator_ports(coordinators: int, http_port: int, grpc_port: int) -> list[tuple[int, int]]:
+    """Ports of REST and gRPC of each coordinator: those that are given and the next ones, free ones for 0. Raises
+    InvalidState if two are the same."""
+    https, grpcs = [
+        [first + number if first else free_port() for number in range(coordinators)] for first in (http_port, grpc_port)
+    ]
+    if both := sorted(set(https) & set(grpcs)):
+        what = f"--grpc-port: {grpc_port}: port {both[0]} would be for gRPC and for REST."
+        raise InvalidState(what, f"choose ports that are at least {coordinators} apart, or 0 for free ones.")
+    return list(zip(https, grpcs, strict=True))
 
 
 def _change_running(state: Path, replicas: int, between: str, context: typer.Context) -> None:

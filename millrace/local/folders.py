@@ -6,6 +6,7 @@ that on a cluster: Slurm names a folder after user, job and step.
 """
 
 import contextlib
+import hashlib
 import multiprocessing.util
 import os
 import shutil
@@ -51,6 +52,16 @@ def short_root() -> Path:
             return Path(root)
     what = f"TMPDIR: {tempfile.gettempdir()}: is too long for a socket, and {', '.join(ROOTS)} cannot be written to."
     raise Unavailable(what, f"set TMPDIR to a folder whose path has at most {LONGEST - LONGEST_NAME} bytes.")
+
+
+def socket_in(folder: Path, name: str) -> Path:
+    """Path of a socket in the folder, or in a folder of its own in `short_root()` if that path is too long. The same
+    folder has the same socket each time. Raises Unavailable as `short_root`."""
+    path = folder.absolute() / name
+    if len(os.fsencode(path)) <= LONGEST:
+        return path
+    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+    return short_root() / f"millrace-{os.getuid()}-{digest}" / name
 
 
 def short_sockets() -> Path:

@@ -30,9 +30,9 @@ class Restarts:
     """Bound of the wait after a life that had joined: another job may wait for the service."""
     _when: deque[tuple[float, bool]] = field(default_factory=deque)
 
-    def wait_s(self, now_s: float, *, joined: bool = False) -> float | None:
-        """Seconds to wait before the restart of a process that died at `now_s`, after it had `joined` the fleet or
-        not; None: give up."""
+    def wait_s(self, now_s: float, *, joined: bool = False, least_s: float = 0.0) -> float | None:
+        """Seconds to wait before the restart of a process that died at `now_s`, at least `least_s`, after it had
+        `joined` the fleet or not; None: give up."""
         while self._when and now_s - self._when[0][0] > self.window_s:
             self._when.popleft()
         if not joined and self.used >= self.limit:
@@ -40,7 +40,7 @@ class Restarts:
         longest = self.longest_wait_joined_s if joined else self.longest_wait_s
         doublings = min(len(self._when), 30)
         self._when.append((now_s, joined))
-        return min(longest, self.first_wait_s * 2.0**doublings)
+        return max(least_s, min(longest, self.first_wait_s * 2.0**doublings))
 
     @property
     def used(self) -> int:

@@ -9,7 +9,12 @@ from pathlib import Path
 
 from millrace.engines import ENGINES, unknown_engine
 from millrace.errors import InvalidState
+from millrace.local.folders import socket_in
 from millrace.wire.tls import scheme
+
+LEASE_OVER_S = 4.0
+"""How long a coordinator of several that died is not started again: by default its lease has run out by then, and one
+that stands by leads. At the same ports it would take its lease back, and the job would wait for all of its start."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class StackOptions:
     """Trainers that hold the job beside the one in the seat, each with `ranks` ranks."""
     http_port: int = 7700
     grpc_port: int = 7600
+    standby_coordinators: Sequence[Sequence[int]] = field(default_factory=list)
+    """Ports of REST and gRPC of each coordinator beside the first one. One of all leads, the others stand by."""
     http_host: str = "127.0.0.1"
     """Address that REST is served on. The services talk to each other over the loopback."""
     insecure: bool = False
@@ -60,9 +67,20 @@ class StackOptions:
         return cls(**json.loads(text))
 
     @property
+    def ports(self) -> list[tuple[int, int]]:
+        """Ports of REST and gRPC of each coordinator."""
+        return [(self.http_port, self.grpc_port), *((http, grpc) for http, grpc in self.standby_coordinators)]
+
+    @property
     def url(self) -> str:
+        """URL of each coordinator's REST API, with commas, as MILLRACE_URL has them."""
         host = "127.0.0.1" if self.http_host in ("0.0.0.0", "::") else self.http_host
-        return f"{scheme()}://{host}:{self.http_port}"
+        return ",".join(f"{scheme()}://{host}:{http}" for http, _ in self.ports)
+
+    @property
+    def coordinator(self) -> str:
+        """host:port of each coordinator's gRPC server, with commas, as MILLRACE_COORDINATOR has them."""
+        return ",".join(f"127.0.0.1:{grpc}" for _, grpc in self.ports)
 
     @property
     def engines(self) -> list[str]:
@@ -78,7 +96,7 @@ class Service:
     """One process of the stack."""
 
     name: str
-    """coordinator, trainer, trainer-1, rollout-0, rollout-1, ..."""
+    """redis, coordinator, coordinator-1, trainer, trainer-1, rollout-0, rollout-1, ..."""
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     vital: bool
@@ -87,6 +105,8 @@ class Service:
     """How long it may take to stop when asked."""
     standby: bool = False
     """Whether a second process of it is kept that has imported and waits: see `millrace.local.launcher.stand_by`."""
+    least_wait_s: float = 0.0
+    """Least seconds between its death and its next start."""
 
     @property
     def kind(self) -> str:
@@ -98,17 +118,13 @@ LOCAL = {"MILLRACE_HOST": "127.0.0.1"}
 """The services are reached over the loopback."""
 
 
-def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service]:
+def services(options: StackOptions, devices: Sequence[str] = (), redis_url: str = "") -> list[Service]:
     """The stack's processes in the order in which they start; they stop in the opposite one.
 
-    `devices` are the CUDA devices to share out, none on a host without. Raises InvalidState if they do not suffice.
+    `devices` are the CUDA devices to share out, none on a host without. `redis_url`: the Redis that the coordinators
+    use by their environment; empty: the stack has its own. Raises InvalidState if the devices do not suffice.
     """
-    coordinator = f"127.0.0.1:{options.grpc_port}"
-    python = sys.executable
-    ports = ("--http-port", str(options.http_port), "--grpc-port", str(options.grpc_port))
-    state = ("--http-host", options.http_host, "--state-dir", str(options.folder / "coordinator"))
-    secure = ("--insecure",) if options.insecure else ()
-    scaled = ("--autoscale", options.autoscale) if options.autoscale else ()
+    coordinator, python = options.coordinator, sys.executable
     environment = {**LOCAL, "MILLRACE_STACK_STATE": str(options.folder.absolute()), **options.environment}
     if options.partition:
         environment["MILLRACE_PARTITION"] = options.partition
@@ -130,16 +146,33 @@ def services(options: StackOptions, devices: Sequence[str] = ()) -> list[Service
         return Service(f"rollout-{number}", argv, {**environment, **visible}, vital=False, grace_s=20.0)
 
     return [
-        Service(
-            "coordinator",
-            (python, "-m", "services.coordinator", *ports, *state, *secure, *scaled),
-            environment,
-            vital=True,
-            grace_s=15.0,
-        ),
+        *_coordinators(options, environment, redis_url),
         *(trainer(number, visible) for number, visible in enumerate(shares[:trainers])),
         *(replica(number, visible) for number, visible in enumerate(shares[trainers:])),
     ]
+
+
+def _coordinators(options: StackOptions, environment: Mapping[str, str], redis_url: str) -> list[Service]:
+    """The coordinators. A single one runs the Redis of the stack itself; several share a Redis, which comes first."""
+    folder = options.folder / "coordinator"
+    state = ("--http-host", options.http_host, "--state-dir", str(folder))
+    secure = ("--insecure",) if options.insecure else ()
+    scaled = ("--autoscale", options.autoscale) if options.autoscale else ()
+    least_wait_s, redis = 0.0, []
+    if options.standby_coordinators:
+        least_wait_s = LEASE_OVER_S
+        if not redis_url:
+            argv = (sys.executable, "-m", "services.coordinator.redis_server", "--state-dir", str(folder))
+            redis = [Service("redis", argv, environment, vital=True, grace_s=15.0)]
+            environment = {**environment, "REDIS_URL": f"unix://{socket_in(folder / 'redis', 'redis.sock')}"}
+
+    def coordinator(number: int, http: int, grpc: int) -> Service:
+        module = (sys.executable, "-m", "services.coordinator")
+        argv = (*module, "--http-port", str(http), "--grpc-port", str(grpc), *state, *secure, *scaled)
+        name = f"coordinator-{number}" if number else "coordinator"
+        return Service(name, argv, environment, vital=True, grace_s=15.0, least_wait_s=least_wait_s)
+
+    return [*redis, *(coordinator(number, *ports) for number, ports in enumerate(options.ports))]
 
 
 def share_out(

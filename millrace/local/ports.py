@@ -4,14 +4,14 @@ Programs outside of this repository import `free_port` from here; `tests/test_im
 """
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 from millrace.errors import Unavailable
 
 
-def check_free(ports: Mapping[str, int]) -> None:
-    """Raises Unavailable, naming the option, if one of `ports` (option → port) is taken."""
-    for option, port in ports.items():
+def check_free(ports: Iterable[tuple[int, int]]) -> None:
+    """Raises Unavailable, naming the option, if one of `ports` (REST, gRPC) is taken."""
+    for option, port in (each for pair in ports for each in zip(("--http-port", "--grpc-port"), pair, strict=True)):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

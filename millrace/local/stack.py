@@ -53,8 +53,8 @@ class Stack:
 
     @property
     def coordinator(self) -> str:
-        """host:port of the coordinator's gRPC server, for further replicas."""
-        return f"127.0.0.1:{self.options.grpc_port}"
+        """As `StackOptions.coordinator`, for further replicas."""
+        return self.options.coordinator
 
     def client(self, **options: Any) -> Client:
         return Client(self.url, **options)

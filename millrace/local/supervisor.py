@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -72,18 +73,19 @@ class Supervisor:
 
     async def run(self) -> int:
         """Until SIGTERM or SIGINT (0), or until a service that the stack cannot do without cannot run here (1)."""
-        check_free({"--http-port": self.options.http_port, "--grpc-port": self.options.grpc_port})
+        check_free(self.options.ports)
         child_processes.adopt_orphans()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self.stopping.set)
-        coordinator, *others = self.services
+        before = 1 + [service.name for service in self.services].index("coordinator")
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.echo())
-                tasks.create_task(self.keep(coordinator))
+                for service in self.services[:before]:
+                    tasks.create_task(self.keep(service))
                 await self.coordinator_ready()
-                for service in others:
+                for service in self.services[before:]:
                     tasks.create_task(self.keep(service))
                 tasks.create_task(self.announce())
                 await self.follow(tasks)
@@ -167,7 +169,8 @@ class Supervisor:
                 say("millrace", f"{service.name} was drained and has left the fleet; {then}")
                 return
             lived_s = time.monotonic() - started_s
-            wait_s = restarts.wait_s(time.monotonic(), joined=joined(self.words_folder(service)))
+            had_joined = joined(self.words_folder(service))
+            wait_s = restarts.wait_s(time.monotonic(), joined=had_joined, least_s=service.least_wait_s)
             self.tell_death(service, process.returncode, lived_s, wait_s, restarts)
             if wait_s is None:
                 self.give_up(service)
@@ -264,7 +267,10 @@ class Supervisor:
                     self.stopping.set()
                 await asyncio.sleep(LOOK_S)
         if not self.stopping.is_set():
-            say("millrace", f"the coordinator is ready at {self.options.url}; the trainer and the replicas start now.")
+            say("millrace", f"the coordinator is ready at {client.url}; the trainer and the replicas start now.")
+            if self.options.standby_coordinators:
+                both = f"MILLRACE_URL={self.options.url} MILLRACE_COORDINATOR={self.options.coordinator}"
+                say("millrace", f"others stand by. Clients and further replicas reach whichever leads with {both}")
 
     async def announce(self) -> None:
         """Says once that every member has joined."""
@@ -305,7 +311,7 @@ class Supervisor:
                 self.write_state()
 
     async def stop(self) -> None:
-        """Replicas first, then the trainer, the coordinator last; who does not stop in time is killed."""
+        """Replicas first, then trainers, then coordinators, their Redis last; who does not stop in time is killed."""
         say("millrace", "stopping.")
         self.standbys.clear()  # they are orphans now
         for stage in self.stages():
@@ -328,19 +334,15 @@ class Supervisor:
         say("millrace", f"stopped. State and logs: {self.options.folder.resolve()}")
 
     def stages(self) -> Iterator[list[tuple[Service, subprocess.Popen[bytes]]]]:
-        """What is stopped together."""
-        for vital in (False, True):
-            group = [(s, self.running[s.name]) for s in self.services if s.vital is vital and s.name in self.running]
-            if not vital:
-                yield group
-            else:
-                yield from ([member] for member in reversed(group))
+        """What is stopped together: the services of one kind. The kinds follow in the opposite order of their start."""
+        running = [(s, self.running[s.name]) for s in reversed(self.services) if s.name in self.running]
+        yield from (list(group) for _, group in itertools.groupby(running, lambda each: each[0].kind))
 
     def write_state(self) -> None:
         """`stack.json`: where the stack is reached and the pid of each process; whole at every moment."""
         state = {
             "url": self.options.url,
-            "grpc": f"127.0.0.1:{self.options.grpc_port}",
+            "grpc": self.options.coordinator,
             "complete": self.complete,
             "watchdog": os.getppid(),
             "supervisor": os.getpid(),
@@ -379,7 +381,7 @@ async def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
 
 
 def of_this_host(options: StackOptions) -> list[Service]:
-    return services(options, visible_devices())
+    return services(options, visible_devices(), {**os.environ, **options.environment}.get("REDIS_URL", ""))
 
 
 def supervise(

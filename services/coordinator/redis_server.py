@@ -1,28 +1,35 @@
-"""The embedded redis-server, used if no REDIS_URL is given."""
+"""The embedded redis-server, used if no REDIS_URL is given.
+
+`python -m services.coordinator.redis_server` runs it alone, for several coordinators of one host.
+"""
 
 import asyncio
 import contextlib
 import fcntl
-import hashlib
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import structlog
+import typer
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from millrace.errors import InvalidState, Unavailable
-from millrace.local.folders import LONGEST, private_folder, short_root
+from millrace.errors import InvalidState, MillraceError, Unavailable
+from millrace.local.folders import new_private_folder, private_folder, socket_in
+from millrace.telemetry import logs
+from services.coordinator.options import STATE, StateOption
 from services.coordinator.store.connection import is_closed_transport
 
 log = structlog.get_logger(__name__)
+app = typer.Typer(pretty_exceptions_enable=False)
 START_S = 60.0
 """Time to start: a large append-only file takes a while to read."""
 STOP_S = 30.0
@@ -36,7 +43,7 @@ class RedisServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._socket = _socket(folder)
+        self._socket = socket_in(folder, "redis.sock")
         self._process: _Process | None = None
 
     @property
@@ -191,16 +198,6 @@ def executable() -> str:
     )
 
 
-def _socket(folder: Path) -> Path:
-    """A socket in the folder, or in a private folder of its own if that path is too long for a socket."""
-    path = folder.absolute() / "redis.sock"
-    if len(os.fsencode(path)) <= LONGEST:
-        return path
-    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-    short = short_root() / f"millrace-{os.getuid()}-{digest}"
-    return short / "redis.sock"
-
-
 def _make_private(folder: Path) -> None:
     """The folder of a socket outside the state folder. Raises Unavailable if it is not private."""
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -221,3 +218,37 @@ def locked(path: Path) -> Iterator[None]:
             what = f"another coordinator uses the state folder {path.parent}."
             raise InvalidState(what, "stop it, or choose another folder with --state-dir.") from error
         yield
+
+
+@app.command()
+def main(state_dir: StateOption = STATE) -> None:
+    """Runs the Redis of the state folder until SIGTERM or SIGINT, for coordinators with its socket in REDIS_URL."""
+    try:
+        logs.configure("redis")
+        asyncio.run(_until_signalled(state_dir.expanduser()))
+    except MillraceError as error:
+        typer.echo(f"redis: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+async def _until_signalled(state: Path) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    new_private_folder(state)
+    with locked(state / "lock"):
+        server = RedisServer(state / "redis")
+        await server.start()
+        watching, stopping = asyncio.create_task(server.watch()), asyncio.create_task(stop.wait())
+        try:
+            done, _ = await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            watching.cancel()
+            stopping.cancel()
+            await server.stop()
+
+
+if __name__ == "__main__":
+    app()

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.cli.stack import coordinator_ports
 from millrace.errors import InvalidState
 from millrace.local.options import StackOptions, pythons, services, share_out
 
@@ -22,6 +23,34 @@ def test_services_in_starting_order_with_their_options() -> None:
     assert "--insecure" in services(StackOptions("/somewhere", insecure=True))[0].argv
     assert "services.trainer.launch --ranks 3" in trainer and "--coordinator 127.0.0.1:7601" in trainer
     assert "--engine transformers" in first and "--coordinator 127.0.0.1:7601" in first
+
+
+def test_several_coordinators_share_a_redis_that_comes_before_them_and_members_get_the_addresses_of_all() -> None:
+    options = StackOptions("/somewhere", standby_coordinators=[[7701, 7601]], autoscale="1:2")
+    assert StackOptions.from_json(options.to_json()) == options
+    assert options.url == "http://127.0.0.1:7700,http://127.0.0.1:7701"
+    assert options.coordinator == "127.0.0.1:7600,127.0.0.1:7601"
+    made = services(options)
+    assert [s.name for s in made] == ["redis", "coordinator", "coordinator-1", "trainer", "rollout-0"]
+    assert [s.kind for s in made] == ["redis", "coordinator", "coordinator", "trainer", "rollout"]
+    _, first, second, *members = made
+    assert first.environment == second.environment | {"REDIS_URL": "unix:///somewhere/coordinator/redis/redis.sock"}
+    for each, http, grpc in ((first, "7700", "7600"), (second, "7701", "7601")):
+        argv = " ".join(each.argv)
+        assert f"--http-port {http} --grpc-port {grpc} " in argv and "--autoscale 1:2" in argv
+    for member in members:
+        assert "--coordinator 127.0.0.1:7600,127.0.0.1:7601" in " ".join(member.argv)
+        assert "REDIS_URL" not in member.environment
+    elsewhere = services(options, redis_url="redis://10.0.0.1")
+    assert [s.name for s in elsewhere] == [s.name for s in made[1:]], "they use the Redis of their environment"
+    assert "REDIS_URL" not in elsewhere[0].environment | services(StackOptions("/somewhere"))[0].environment
+
+
+def test_coordinators_have_the_given_ports_and_the_next_ones_or_free_ones() -> None:
+    with pytest.raises(InvalidState, match=r"--grpc-port: 7701: port 7701 would be for gRPC and for REST.*2 apart"):
+        coordinator_ports(2, 7700, 7701)
+    assert coordinator_ports(3, 7700, 7600) == [(7700, 7600), (7701, 7601), (7702, 7602)]
+    assert len({port for pair in coordinator_ports(2, 0, 0) for port in pair}) == 4
 
 
 def test_trainers_that_stand_by_have_devices_of_their_own() -> None:

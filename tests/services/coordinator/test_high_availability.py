@@ -1,21 +1,31 @@
 """Two coordinators on one Redis: the leader is killed or stopped in each phase of a step, the other one goes on."""
 
 import asyncio
+import contextlib
+import json
+import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from millrace.client import Client
 from millrace.contracts.methods import FleetRpc
 from millrace.contracts.v1 import fleet_pb2
 from millrace.errors import Unavailable
+from millrace.local.options import StackOptions
 from millrace.rest import JobState
 from millrace.wire.channel import Peer
 from millrace.wire.probe import serving
 from services.coordinator.store import Store
+from tests.ports import held_port
 from tests.services.coordinator.cluster import Cluster, until
 from tests.services.coordinator.pair import Pair, pair
 from tests.services.coordinator.redis import a_job, lead
@@ -167,3 +177,82 @@ def test_no_write_of_an_old_leader_changes_anything(empty_redis_url: str) -> Non
             await new.close()
 
     asyncio.run(played())
+
+
+SUPERVISING = """
+import sys
+from millrace.local.options import StackOptions, services
+from millrace.local.supervisor import supervise
+
+options = StackOptions.from_json(sys.argv[1])
+raise SystemExit(supervise(options, [each for each in services(options) if each.kind in ("redis", "coordinator")]))
+"""
+"""The supervisor of a stack without its trainer and replica: python -c SUPERVISING OPTIONS."""
+
+
+@contextlib.contextmanager
+def supervised(state: Path) -> Iterator[StackOptions]:
+    """Two coordinators of a local stack, and their Redis. At the end they stop in order."""
+    with contextlib.ExitStack() as held:
+        ports = [held.enter_context(held_port()) for _ in range(4)]
+        options = StackOptions(
+            str(state), http_port=ports[0], grpc_port=ports[1], standby_coordinators=[ports[2:]], replicas=1
+        )
+        argv = (sys.executable, "-c", SUPERVISING, options.to_json())
+        environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
+        supervisor = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environment)
+        try:
+            yield options
+        finally:
+            supervisor.terminate()
+            console = supervisor.communicate(timeout=120)[1]
+            print(console)
+    assert (
+        supervisor.returncode == 0
+        and f"MILLRACE_URL={options.url} MILLRACE_COORDINATOR={options.coordinator}" in console
+    )
+    assert "did not stop within" not in console and "redis ended" not in console
+
+
+def test_a_local_stack_of_two_goes_on_without_its_leader_which_comes_back_and_stands_by(
+    tmp_path: Path, spec: dict[str, Any]
+) -> None:
+    """As `millrace up --coordinators 2` starts them."""
+    with supervised(tmp_path / "state") as options:
+        first, second = (Client(url, token="", patience_s=0) for url in options.url.split(","))
+        with first, second, Client(options.url, token="", patience_s=60) as client:
+            asyncio.run(killed_in_a_stack(options, client, first, second, spec))
+
+
+async def killed_in_a_stack(
+    options: StackOptions, client: Client, first: Client, second: Client, spec: dict[str, Any]
+) -> None:
+    def pid(name: str) -> int:
+        return int(json.loads((options.folder / "stack.json").read_text())["processes"].get(name, 0))
+
+    def logged(name: str, what: str) -> bool:
+        log = options.folder / "logs" / f"{name}.log"
+        return log.exists() and what in log.read_text()
+
+    async def true(what: Any, *words: str) -> None:
+        await until(lambda: asyncio.to_thread(what, *words), within_s=120)
+
+    cluster: Any = Cluster(SimpleNamespace(address=options.coordinator, client=client))  # type: ignore[arg-type]
+    try:
+        await true(first.ready)
+        await true(logged, "coordinator-1", "standing by")
+        trainer, _ = await cluster.trainer(step_s=0.1), await cluster.replica(seconds=0.05)
+        job_id = await cluster.submit(spec)
+        await cluster.reached(job_id, 2)
+        killed = pid("coordinator")
+        os.kill(killed, signal.SIGKILL)
+        await true(second.ready)
+        job = await cluster.ended(job_id, 120)
+        assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+        assert set(trainer.every.values()) == {1}, "nothing was trained twice"
+        await trained_once(cluster, job_id, trainer)
+        await true(lambda: pid("coordinator") not in (0, killed))
+        await true(logged, "coordinator", "standing by")
+        assert second.ready() and not first.ready()
+    finally:
+        await cluster.close()
