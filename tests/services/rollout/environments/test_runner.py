@@ -1,6 +1,9 @@
 """Episodes with an environment in processes: what is trained, what fails, and what ends an episode."""
 
 import asyncio
+import time
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,10 @@ from millrace.data.chat import Rendered
 from millrace.data.row import PromptRow
 from millrace.drops import DropReason
 from services.coordinator.state.group import Account, GroupSummary, Wanted, fault
-from services.rollout.engine import Sampling
+from services.rollout.engine import CachedPrefix, Completion, Sampling
+from services.rollout.engines.transformers.engine import TransformersEngine
+from services.rollout.environments.runner import _Run
+from services.rollout.episode.admission import Admission, EpisodeLimit
 from services.rollout.episode.episode import Episode, EpisodeFailed, Prompt
 from services.rollout.episode.slots import Slots
 from tests.models import CALL, CHATML, save_tiny_model
@@ -114,6 +120,61 @@ def test_what_is_trained_are_the_tokens_that_the_engine_saw(
     summary = GroupSummary.from_json(GroupSummary.of(group).to_json())
     assert summary.accounts == [Account.of(account) for account in accounts]
     assert not any(account.ended or account.tool_calls or account.reruns for account in summary.accounts)
+
+
+@pytest.mark.parametrize("found", [0, 10**6], ids=["nothing is found", "all is found"])
+def test_episodes_are_held_back_between_turns_where_the_cache_lost_their_turns(
+    found: int, talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica sees of a cache that is too small only what the engine tells, as here."""
+    generate = TransformersEngine._generate
+
+    async def told(self: Any, prompt_tokens: Any, sampling: Sampling, response: Any) -> Completion:
+        completion = await generate(self, prompt_tokens, sampling, response)
+        return replace(completion, cached=CachedPrefix(found, 1, self._cache_key, time.monotonic()))
+
+    monkeypatch.setattr(TransformersEngine, "_generate", told)
+    model = save_tiny_model(tmp_path, tied=True, chat_template=CHATML, never_sampled=CALL)
+    environment = {"name": talk, "max_turns": 4, "max_turn_tokens": 3, "processes": 1}
+    environment["renderer_options"] = {"tool_parser": "qwen3"}
+    options = {"environment": environment, "max_response_tokens": 180, "engine_options": {"max_num_seqs": 4}}
+
+    async def scenario() -> tuple[list[common_pb2.EpisodeAccount], int | None]:
+        async with replica_stack() as stack:
+            await stack.serve(job_spec(model, rollout=options))
+            for row in range(6):
+                stack.coordinator.issue(row, samples=2, max_response_tokens=180)
+            await until(lambda: stack.coordinator.answered == 6, 90.0)
+            assert not stack.coordinator.dropped
+            groups = stack.coordinator.groups.values()
+            accounts = [one.account for group in groups for one in group.trajectories if one.HasField("account")]
+            return accounts, stack.replica.leases.admission.limit
+
+    accounts, limit = asyncio.run(scenario())
+    assert len(accounts) == 12 and not any(account.reruns for account in accounts)
+    assert all(account.prefix_tokens > account.cached_prefix_tokens == 0 for account in accounts) is (found == 0)
+    assert any(account.held_back_s > 0 for account in accounts) is (found == 0)
+    assert limit == (2 if found == 0 else 32), "half of the engine's four slots always fit"
+
+
+def test_the_time_of_an_episode_stands_still_while_it_is_held_back() -> None:
+    async def scenario() -> None:
+        admission = Admission(EpisodeLimit(1))
+        nothing: Any = None
+        older = ExitStack()
+        older.enter_context(admission.place())
+        with Slots(1, admission=admission).episode() as slot:
+            async with asyncio.timeout(60) as limit:
+                end = limit.when() or 0.0
+                run = _Run(nothing, nothing, nothing, Sampling(1), slot, common_pb2.EpisodeAccount(), limit)
+                held = asyncio.create_task(run._held_back())
+                await until(lambda: admission.waiting == 1)
+                assert limit.when() is None
+                older.close()
+                await held
+                assert (limit.when() or 0.0) > end
+
+    asyncio.run(scenario())
 
 
 def bisect(text: str) -> str:
