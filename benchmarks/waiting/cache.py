@@ -4,9 +4,9 @@
 
 One replica with vLLM, a model with random weights, and an environment that answers each turn with a long text after a
 random wait (exponential, of the mean --wait-s). Rounds in which all episodes go on and rounds in which the replica
-admits them by its cache in turn, of the same prompts. The limit of the second kind begins anew in each round. Prints
-one JSON object: for each round the share of the earlier turns' tokens that were computed again, and its seconds for
-each episode.
+admits them by its cache in turn, of the same prompts. The limit of the second kind begins at --episodes in the first
+round and goes on from round to round, as in a job. Prints one JSON object: for each round the share of the earlier
+turns' tokens that were computed again, and its seconds for each episode.
 """
 
 import argparse
@@ -22,11 +22,12 @@ from benchmarks.waiting.__main__ import LONGEST_ROUND_S, serving
 from millrace.demo.tokenizer import byte_tokenizer
 from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs
+from services.rollout.episode.admission import Admission
 from services.rollout.replica import Replica
 from tests.services.rollout.coordinator import Coordinator, until
 
 ANSWER = "The tool found nothing there. Look at another place, and say what you found. "
-KINDS = {"all go on": False, "by the cache": True}
+KINDS = ("all go on", "by the cache")
 
 
 def main() -> None:
@@ -38,8 +39,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=16, help="longest turn")
     parser.add_argument("--given", type=int, default=240, help="tokens of an answer of the environment")
-    parser.add_argument("--wait-s", type=float, default=0.5, help="mean of a wait")
-    parser.add_argument("--rounds", type=int, default=2, help="of each kind")
+    parser.add_argument("--wait-s", type=float, default=0.3, help="mean of a wait")
+    parser.add_argument("--rounds", type=int, default=3, help="of each kind")
     options = parser.parse_args()
     logs.configure("bench")
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
@@ -101,12 +102,11 @@ def job(model: Path, options: argparse.Namespace) -> JobSpec:
 async def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     async with serving("vllm", job(model, options)) as (replica, coordinator):
         assert replica.engine is not None
+        by_cache = replica.leases.admission
         found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
         for _ in range(options.rounds):
-            for kind, by_cache in KINDS.items():
-                replica.leases.serve(None)
-                replica.leases.admit_by_cache = by_cache
-                replica.leases.serve(replica.generator())
+            for kind in KINDS:
+                replica.leases.admission = by_cache if kind == "by the cache" else Admission()
                 found[kind].append(await one_round(replica, coordinator, options))
         return {
             "engine": f"vllm {replica.engine.release} on {replica.engine.device}",
@@ -121,20 +121,22 @@ async def one_round(replica: Replica, coordinator: Coordinator, options: argpars
     coordinator.groups.clear()
     assert replica.job is not None and replica.engine is not None
     response, started = replica.job.spec.rollout.max_response_tokens, time.perf_counter()
-    before = replica.engine.stats()
+    before, admission = replica.engine.stats(), replica.leases.admission
+    prefix, cached = admission.prefix_tokens, admission.cached_prefix_tokens
     for number in range(options.prompts):
         prompt = [{"role": "user", "content": f"question {number}"}]
         coordinator.issue(number, prompt, "waits", samples=options.samples, max_response_tokens=response)
     await until(lambda: coordinator.answered == options.prompts, LONGEST_ROUND_S)
     assert not coordinator.dropped, coordinator.dropped
-    seconds, after, admission = time.perf_counter() - started, replica.engine.stats(), replica.leases.admission
+    seconds, after = time.perf_counter() - started, replica.engine.stats()
+    prefix, cached = admission.prefix_tokens - prefix, admission.cached_prefix_tokens - cached
     accounts = [t.account for g in coordinator.groups.values() for t in g.trajectories if t.HasField("account")]
     assert len(accounts) == options.prompts * options.samples and after is not None
     return {
         "seconds": round(seconds, 1),
         "seconds_an_episode": round(seconds / len(accounts), 3),
-        "computed_again": round(1 - admission.cached_prefix_tokens / admission.prefix_tokens, 3),
-        "prefix_tokens": admission.prefix_tokens,
+        "computed_again": round(1 - cached / prefix, 3),
+        "prefix_tokens": prefix,
         "preempted": after.preempted - (0 if before is None else before.preempted),
         "open_at_an_end": round(sum(one.open_episodes for one in accounts) / len(accounts), 1),
         "limit_at_last": admission.limit or 0,

@@ -112,8 +112,7 @@ class Leases:
         self._generator: GroupGenerator | None = None
         self._concurrency = Concurrency(0)
         """The slots of the generator's engine that may be used."""
-        self.admit_by_cache = admit_by_cache
-        """Holds for jobs that are served from now on."""
+        self._admit_by_cache = admit_by_cache
         self.admission = Admission()
         """Says which of the generator's episodes go on."""
         self._changed = asyncio.Event()
@@ -143,7 +142,7 @@ class Leases:
         continues."""
         if generator is not None and generator is not self._generator:
             self._concurrency = Concurrency(generator.engine.capacity, _preempted(generator.engine))
-            self.admission = Admission(generator.episode_limit() if self.admit_by_cache else None)
+            self.admission = Admission(generator.episode_limit() if self._admit_by_cache else None)
         self._generator = generator
         self._changed.set()
 
