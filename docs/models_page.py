@@ -6,7 +6,14 @@ It comes from the tables of the backends and engines, and from `FAMILIES`, which
 from dataclasses import dataclass
 
 from millrace.data.pictures import MODELS
-from millrace.engines.vllm import EQUAL_ON_CPU, IN_TURNS, SHIFTED_WINDOWS, UNEQUAL, UNEQUAL_ON_CPU
+from millrace.engines.vllm import (
+    EQUAL_ON_CPU,
+    IN_TURNS,
+    IN_TURNS_WITH_IMAGES,
+    SHIFTED_WINDOWS,
+    UNEQUAL,
+    UNEQUAL_ON_CPU,
+)
 from millrace.fsdp2.architectures import ATTENTIONS, BY_REASON, GATED_DELTA, RIGHT, RIGHT_WITH, UNTRIED
 from millrace.megatron.architectures import ARCHITECTURES
 from services.rollout.engines.vllm.options import SHOWN_ON_GPUS, SHOWN_RECURRENT, TEXT_PARTS
@@ -42,7 +49,7 @@ class Family:
     def tests(self) -> dict[str, str]:
         """The test that runs the family, by backend or engine."""
         recurrent = RECURRENT.issuperset(self.types)
-        name = "test_recurrent" if recurrent else "test_images" if self.images else "test_sweep"
+        name = "test_images" if self.images else "test_recurrent" if recurrent else "test_sweep"
         found = {"FSDP2": f"{FSDP2}{name}.py"} if self.fsdp2 else {}
         if self.megatron:
             found["Megatron-Core"] = f"{MEGATRON}test_parity.py"
@@ -83,7 +90,10 @@ FAMILIES = (
     Family("Qwen2.5-VL", ("qwen2_5_vl",), VLLM, "on Megatron-Core its text; images: below"),
     Family("Qwen3-VL, dense", ("qwen3_vl",), f"{ENGINES}test_image_prompts.py", "images: below"),
     Family("Qwen3-Next", ("qwen3_next",), f"{ENGINES}test_hybrid.py"),
-    Family("Qwen3.5 and 3.6", ("qwen3_5_text", "qwen3_5"), f"{ENGINES}test_hybrid.py", "the language model"),
+    Family("Qwen3.5 and 3.6, the language model alone", ("qwen3_5_text",), f"{ENGINES}test_hybrid.py"),
+    Family(
+        "Qwen3.5 and 3.6", ("qwen3_5",), f"{ENGINES}test_image_prompts.py", "on Megatron-Core its text; images: below"
+    ),
     Family(
         "Qwen3.5 and 3.6 with experts",
         ("qwen3_5_moe_text", "qwen3_5_moe"),
@@ -114,8 +124,11 @@ vLLM, before, during and after publications. The same holds with adapters of the
 ([lora](lora.md#prompts-with-images)), compared with PEFT. On GPUs, in bfloat16, one of a random Qwen2.5-VL-7B was
 trained ([BENCHMARKS.md](../BENCHMARKS.md#prompts-with-pictures-on-gpus)). The tower is frozen and read from the model
 folder by every rank and every worker of an engine; what that of Qwen3-VL adds to the hidden states after the first
-layers is frozen with it. `sdpa` attention of Qwen2.5-VL, a critic, environments and agents are refused with
-images; so are all other models (Qwen3-VL with experts too), the other engines and Megatron-Core."""
+layers is frozen with it. Of Qwen3.5 the trainer builds the language model in its own class, for text as for images:
+tensors and adapters have its names, as `model.layers.0…`, and layers of GatedDeltaNet compute the tokens of images as
+those of text. Qwen3-VL and Qwen3.5 with images have not run on GPUs. `sdpa` attention of Qwen2.5-VL, a critic,
+environments and agents are refused with images; so are all other models (Qwen3-VL and Qwen3.5 with experts too), the
+other engines and Megatron-Core."""
 ON_FSDP2 = """\
 The FSDP2 backend trains what the `transformers` library has, if a packed micro-batch gives every sequence what it
 gets alone. This is not assumed: before a model is loaded, and by `millrace validate`, a tiny model of its config is
@@ -172,10 +185,12 @@ def page() -> str:
 def _unequal() -> str:
     """The table of what vLLM computes otherwise than transformers."""
     windows = "in texts longer than `sliding_window`: vLLM's windows have one token more"
+    axes = "without `mrope_section` and `mrope_interleaved: true`, or with a `rope_type` of its own"
     rows = {
         _names(SHIFTED_WINDOWS): windows,
         "`deepseek_v2`": "with `topk_method: greedy` and several groups of experts",
-        f"`{IN_TURNS}`": "without `mrope_section` and `mrope_interleaved: true`, or with a `rope_type` of its own",
+        f"`{IN_TURNS}`": axes,
+        f"`{IN_TURNS_WITH_IMAGES}`": f"in jobs with images, {axes}",
     }
     rows |= {f"`{name}`": reason for name, reason in {**UNEQUAL, **UNEQUAL_ON_CPU}.items()}
     return "\n".join(["| model type | what is not equal |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows.items())])

@@ -19,9 +19,11 @@ DEFAULTS: Mapping[str, Any] = {
     "out_hidden_size": 3584,
 }
 """Sizes of a tower of Qwen2.5-VL that its config leaves out, as transformers has them."""
-OF_LAYERS = "qwen3_vl"
-"""The model types of towers that make features for the first decoder layers begin so."""
-DEFAULTS_OF_LAYERS: Mapping[str, Any] = {
+NEWER = ("qwen3_vl", "qwen3_5")
+"""The model types of towers without windows begin so."""
+NO_FEATURES_OF_LAYERS = "qwen3_5"
+"""The model types of those that make no features for the first decoder layers begin so."""
+DEFAULTS_OF_NEWER: Mapping[str, Any] = {
     **DEFAULTS,
     "depth": 27,
     "hidden_size": 1152,
@@ -30,7 +32,7 @@ DEFAULTS_OF_LAYERS: Mapping[str, Any] = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": (8, 16, 24),
 }
-"""Sizes of a tower of Qwen3-VL that its config leaves out."""
+"""Sizes of a tower of Qwen3-VL or Qwen3.5 that its config leaves out."""
 FULL_LAYERS = (7, 15, 23, 31)
 """Layers that attend to the whole image, if its config does not say."""
 MOST_PIXELS = 28 * 28 * 1280
@@ -44,7 +46,8 @@ FLOAT32 = 4
 class TowerShape:
     """The sizes of a tower: layers of norms, attention and an MLP, and mergers that make a token of a square of
     patches. In Qwen2.5-VL the MLP is gated, and all but some layers attend within windows. In Qwen3-VL all layers
-    attend to the whole image, positions are learned, and further mergers make features of the first decoder layers."""
+    attend to the whole image, positions are learned, and further mergers make features of the first decoder layers.
+    Qwen3.5 has the tower of Qwen3-VL without these further mergers."""
 
     depth: int
     hidden: int
@@ -70,8 +73,10 @@ class TowerShape:
     def of_config(cls, vision: Mapping[str, Any], processor: Mapping[str, Any]) -> Self:
         """From the config's entry `vision_config` and the processor's file, which may be empty. A config without
         `model_type` is that of Qwen2.5-VL. Raises TypeError or ValueError for entries of another type."""
-        newer = str(vision.get("model_type")).startswith(OF_LAYERS)
-        sizes = {**(DEFAULTS_OF_LAYERS if newer else DEFAULTS), **vision}
+        kind = str(vision.get("model_type"))
+        newer = kind.startswith(NEWER)
+        sizes = {**(DEFAULTS_OF_NEWER if newer else DEFAULTS), **vision}
+        mergers = 0 if kind.startswith(NO_FEATURES_OF_LAYERS) else len(sizes.get("deepstack_visual_indexes", ()))
         patch, merge = int(sizes["patch_size"]), int(sizes["spatial_merge_size"])
         stated = (processor.get("size") or {}).get("longest_edge") or processor.get("max_pixels")
         depth = int(sizes["depth"])
@@ -87,7 +92,7 @@ class TowerShape:
             int(sizes["window_size"]) // merge // patch * merge,
             sum(0 <= int(layer) < depth for layer in chosen),
             int(stated or MOST_PIXELS) // patch**2,
-            *((int(sizes["num_position_embeddings"]), len(sizes["deepstack_visual_indexes"])) if newer else ()),
+            *((int(sizes["num_position_embeddings"]), mergers) if newer else ()),
         )
 
     @property

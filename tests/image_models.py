@@ -1,5 +1,6 @@
 """Tiny random models with a tower for images, their processor, and small pictures."""
 
+import copy
 import io
 import json
 from pathlib import Path
@@ -9,9 +10,12 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -60,7 +64,7 @@ TOWER: dict[str, Any] = {
     "window_size": 112,
     "fullatt_block_indexes": [1],
 }
-KINDS = ("qwen2_5_vl", "qwen3_vl")
+KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 """Model types that `save_image_model` makes."""
 PROCESSOR_3: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
@@ -71,7 +75,7 @@ PROCESSOR_3: dict[str, Any] = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
-"""As the folders of Qwen3-VL have it."""
+"""As the folders of Qwen3-VL and Qwen3.5 have it."""
 TEXT_3 = {
     **TEXT,
     "num_hidden_layers": 3,
@@ -96,6 +100,20 @@ TOWER_3 = {
     "deepstack_visual_indexes": [0, 2],
 }
 """Positions for 6 x 6 patches: those of larger images are interpolated."""
+TEXT_3_5 = {
+    **TEXT_3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {
+        **TEXT_3["rope_parameters"],
+        "mrope_section": [3, 3, 2],
+        "partial_rotary_factor": 0.5,
+    },
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+}
+TOWER_3_5 = {name: value for name, value in TOWER_3.items() if name != "deepstack_visual_indexes"}
 
 
 @torch.no_grad()
@@ -104,13 +122,8 @@ def save_image_model(
 ) -> Path:
     """Random values in all tensors, those of the tower by `tower_seed`; large enough that a token notices those before
     it and what an image shows."""
-    newer, ids = kind == "qwen3_vl", {**IDS, "tie_word_embeddings": tied}
     with torch.random.fork_rng([]):
-        if newer:
-            config = Qwen3VLConfig(text_config=TEXT_3, vision_config=TOWER_3, **ids)
-            model: Any = Qwen3VLForConditionalGeneration(config)
-        else:
-            model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=TEXT, vision_config=TOWER, **ids))
+        model = built(kind, {**IDS, "tie_word_embeddings": tied})
         for part, own in ((model.model.visual, tower_seed), (model.model.language_model, seed), (model.lm_head, seed)):
             torch.manual_seed(own)
             for parameter in part.parameters():
@@ -119,8 +132,20 @@ def save_image_model(
                 else:
                     parameter.add_(torch.randn_like(parameter), alpha=0.2)
     model.save_pretrained(folder)
-    save_processor(folder, PROCESSOR_3 if newer else PROCESSOR)
+    save_processor(folder, PROCESSOR if kind == "qwen2_5_vl" else PROCESSOR_3)
     return folder
+
+
+def built(kind: str, entries: dict[str, Any]) -> Any:
+    """The model with the values that transformers gives it. `entries`: of the whole model's config."""
+    match kind:
+        case "qwen3_5":
+            text = {**TEXT_3_5, "tie_word_embeddings": entries["tie_word_embeddings"]}
+            config: Any = Qwen3_5Config(text_config=text, vision_config=TOWER_3_5, **entries)
+            return Qwen3_5ForConditionalGeneration(config)
+        case "qwen3_vl":
+            return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=TEXT_3, vision_config=TOWER_3, **entries))
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=TEXT, vision_config=TOWER, **entries))
 
 
 def save_processor(folder: Path, processor: dict[str, Any] = PROCESSOR) -> dict[str, int]:
@@ -142,13 +167,35 @@ def picture(seed: int, width: int, height: int, kind: str = "PNG") -> bytes:
 
 
 def opened_model(folder: Path) -> Any:
-    """The model of a folder in transformers, float32."""
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    """The model of a folder in transformers, float32, its tower frozen."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model.model.visual.requires_grad_(False)
+    return model
+
+
+def trained_part(model: Any) -> Any:
+    """What the trainer builds of the whole model: of Qwen3.5 the language model. It shares the modules of `model`."""
+    if model.config.model_type != "qwen3_5":
+        return model
+    with torch.device("meta"):
+        part: Any = AutoModelForCausalLM.from_config(model.config)
+    part.model, part.lm_head = model.model.language_model, model.lm_head
+    return part
+
+
+def whole_of(model: Any, part: Any) -> Any:
+    """The whole model with the tower of `model` and `part` as its trained part."""
+    if model.config.model_type != "qwen3_5":
+        return part
+    whole = copy.deepcopy(model)
+    whole.model.language_model, whole.lm_head = part.model, part.lm_head
+    return whole
 
 
 def language_layers(model: Any) -> list[str]:
-    """Names of the linear layers of its language model, without the head."""
-    return [n for n, part in model.named_modules() if ".language_model." in n and isinstance(part, torch.nn.Linear)]
+    """Names of the linear layers of its language model that may have an adapter, as the trainer names them."""
+    linear = [name for name, part in trained_part(model).named_modules() if isinstance(part, torch.nn.Linear)]
+    return [name for name in linear if ".visual." not in name and ".linear_attn." not in name and name != "lm_head"]
 
 
 def scores_alone(model: Any, folder: Path, tokens: list[int], files: tuple[bytes, ...], prompt: int) -> torch.Tensor:

@@ -8,6 +8,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
@@ -23,15 +25,20 @@ WIDE = Qwen3VLVisionConfig(
     **{**SIZES, "intermediate_size": 1200}, num_position_embeddings=36, deepstack_visual_indexes=[1]
 )
 """The MLP takes more than attention."""
+WITHOUT = Qwen3_5VisionConfig(**SIZES, num_position_embeddings=144)
+"""Without such features."""
 SHAPE = TowerShape.of_config(CONFIG.to_dict(), {})
 GRIDS = [(1, 4, 4), (1, 16, 16), (1, 20, 34), (2, 10, 18)]
 """Smaller than a window, of whole windows, with cut ones, of two times."""
 
 
 def tower(attention: str, dtype: torch.dtype, config: Any) -> Any:
-    older = isinstance(config, Qwen2_5_VLVisionConfig)
-    kind: Any = Qwen2_5_VisionTransformerPretrainedModel if older else Qwen3VLVisionModel
-    return kind._from_config(config, attn_implementation=attention, dtype=dtype).eval()
+    kinds: dict[type, Any] = {
+        Qwen2_5_VLVisionConfig: Qwen2_5_VisionTransformerPretrainedModel,
+        Qwen3VLVisionConfig: Qwen3VLVisionModel,
+        Qwen3_5VisionConfig: Qwen3_5VisionModel,
+    }
+    return kinds[type(config)]._from_config(config, attn_implementation=attention, dtype=dtype).eval()
 
 
 def patches(grid: tuple[int, int, int], values: int, dtype: torch.dtype) -> torch.Tensor:
@@ -43,7 +50,7 @@ def test_flops_by_tokens_are_those_of_a_square_image() -> None:
     assert SHAPE.flops_of_tokens(60) == pytest.approx(SHAPE.flops((1, 16, 16)) * 60 / 64)
 
 
-@pytest.mark.parametrize("config", [CONFIG, OF_LAYERS])
+@pytest.mark.parametrize("config", [CONFIG, OF_LAYERS, WITHOUT])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_flops_are_those_that_torch_counts(grid: tuple[int, int, int], config: Any) -> None:
     module, shape = tower("eager", torch.float32, config), TowerShape.of_config(config.to_dict(), {})
@@ -54,7 +61,7 @@ def test_flops_are_those_that_torch_counts(grid: tuple[int, int, int], config: A
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("config", [CONFIG, NARROW, OF_LAYERS, WIDE])
+@pytest.mark.parametrize("config", [CONFIG, NARROW, OF_LAYERS, WIDE, WITHOUT])
 @pytest.mark.parametrize("grid", GRIDS[1:3])
 def test_memory_is_what_torch_tracks(grid: tuple[int, int, int], config: Any, dtype: torch.dtype) -> None:
     module, tracker, shape = tower("sdpa", dtype, config), MemTracker(), TowerShape.of_config(config.to_dict(), {})

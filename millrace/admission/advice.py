@@ -48,7 +48,8 @@ def _engine(spec: JobSpec) -> Iterator[Mistake]:
         config = text_config(folder)
     except InvalidJob:
         return
-    if reason := unequal(config, spec.data.max_prompt_tokens + spec.rollout.max_response_tokens, on_cpu=True):
+    longest, images = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens, spec.data.images is not None
+    if reason := unequal(config, longest, on_cpu=True, images=images):
         fix = "start replicas with the transformers engine, or choose another model."
         yield wrong_value("model.path", spec.model.path, f"replicas with vLLM refuse it: {reason}", fix)
 

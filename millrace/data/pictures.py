@@ -12,18 +12,21 @@ from millrace.errors import BadRow, refused
 
 FIELD = "data.images"
 PROCESSOR = "preprocessor_config.json"
-MODELS = frozenset({"qwen2_5_vl", "qwen3_vl"})
+WHOLE = frozenset({"qwen2_5_vl", "qwen3_vl"})
+"""Model types of which the trainer builds the whole, and takes out the tower. Of others with a tower it builds the
+language model alone."""
+MODELS = WHOLE | {"qwen3_5"}
 """Model types whose log-probabilities with images were shown to be equal in transformers, trainer and engine."""
 CAUSES = (OSError, ValueError, SyntaxError, EOFError, MemoryError)
 """What Pillow raises for a file that it cannot read."""
 
 
 def loader_of(config: Any) -> Any:
-    """transformers' loader of the model with this config: of the whole, if there is a tower for images beside the
-    language model."""
+    """transformers' loader of the model with this config: of the whole, with its tower for images, or of a language
+    model."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText if config.model_type in MODELS else AutoModelForCausalLM
+    return AutoModelForImageTextToText if config.model_type in WHOLE else AutoModelForCausalLM
 
 
 def check_takes_images(folder: Path) -> None:

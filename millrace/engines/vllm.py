@@ -49,6 +49,8 @@ SHIFTED_WINDOWS = frozenset({"cohere2", "cohere2_moe"})
 """Model types in whose windows vLLM has one token more than transformers."""
 IN_TURNS = "qwen3_vl_text"
 """The model type whose axes of positions take turns in a head."""
+IN_TURNS_WITH_IMAGES = "qwen3_5_text"
+"""The same, but vLLM computes positions of text alone as transformers does whatever the config says of axes."""
 UNEQUAL: Mapping[str, str] = {
     "gemma3n_text": "vLLM computes a tiny model of it 0.7 nats from transformers",
     "moshi": "vLLM computes a tiny model of it 4.2 nats from transformers",
@@ -60,15 +62,17 @@ UNEQUAL_ON_CPU: Mapping[str, str] = {
 """The same, for what only the CPU build computes otherwise."""
 
 
-def unequal(config: Mapping[str, Any], longest: int, *, on_cpu: bool) -> str:
+def unequal(config: Mapping[str, Any], longest: int, *, on_cpu: bool, images: bool = False) -> str:
     """Why vLLM computes the model otherwise than the trainer does, in texts of up to `longest` tokens; empty if that is
-    not known of it. `config`: the entries of the text part of its config.json. `on_cpu`: with the CPU build."""
+    not known of it. `config`: the entries of the text part of its config.json. `on_cpu`: with the CPU build. `images`:
+    prompts have images."""
     kind, window = str(config.get("model_type")), config.get("sliding_window")
     if kind in SHIFTED_WINDOWS and isinstance(window, int) and longest > window:
         return f"vLLM's windows of {kind} have one token more than transformers', {window + 1}"
     if kind == "deepseek_v2" and config.get("topk_method") == "greedy" and (config.get("n_group") or 1) > 1:
         return "vLLM chooses experts by groups although its topk_method is greedy"
-    if kind == IN_TURNS and (reason := _other_axes(config)):
+    in_turns = kind == IN_TURNS or (images and kind == IN_TURNS_WITH_IMAGES)
+    if in_turns and (reason := _other_axes(config)):
         return reason
     return UNEQUAL.get(kind) or (UNEQUAL_ON_CPU.get(kind, "") if on_cpu else "")
 

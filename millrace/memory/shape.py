@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from millrace.data.pictures import MODELS, PROCESSOR
+from millrace.data.pictures import MODELS, PROCESSOR, WHOLE
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures import ARCHITECTURES, read_shape
 from millrace.megatron.architectures.reading import recurrence
@@ -82,10 +82,10 @@ def _sizes(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _with_tower(decoder: ModelShape, config: Mapping[str, Any], folder: Path) -> ModelShape:
-    """The model whose decoder is known, with its tower. Beside a tower layers have other names, and the whole model
-    says whether its head is tied."""
-    if config.get("model_type") not in MODELS:
-        return decoder
+    """The model whose decoder is known, with its tower. In a whole model layers have other names, and that says
+    whether its head is tied."""
+    if config.get("model_type") not in WHOLE:
+        return replace(decoder, tower=_tower(config, folder))
     names, tied = replace(decoder.names, module=OUTER), bool(config.get("tie_word_embeddings", False))
     return replace(decoder, names=names, tied=tied, tower=_tower(config, folder))
 

@@ -113,3 +113,17 @@ def test_a_model_that_vllm_computes_otherwise_is_told(config: dict[str, Any], to
     }
     found = [str(each) for each in advice(parse(job))]
     assert len(found) == bool(told) and all(told in each and "transformers engine" in each for each in found)
+
+
+@pytest.mark.parametrize(("images", "rope", "told"), [(False, {}, 0), (True, {}, 1), (True, IN_TURNS, 0)])
+def test_axes_of_qwen3_5_count_with_images(images: bool, rope: dict[str, Any], told: int, tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", "rope_parameters": rope}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    job = {
+        "name": "engines",
+        "output": "/data/out",
+        "model": {"path": str(tmp_path)},
+        "data": {"files": ["/data/train.parquet"], "images": {} if images else None},
+    }
+    found = [str(each) for each in advice(parse(job))]
+    assert len(found) == told and all("only with mrope_section" in each for each in found)

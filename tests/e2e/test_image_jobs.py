@@ -53,6 +53,8 @@ LORA = {"rank": 8, "alpha": 16}
         ({**LORA, "merge": True}, "qwen2_5_vl"),
         (None, "qwen3_vl"),
         (LORA, "qwen3_vl"),
+        (None, "qwen3_5"),
+        (LORA, "qwen3_5"),
     ],
 )
 def test_images_are_trained_and_bad_ones_cost_their_rows(start, job, tmp_path, lora, kind):

@@ -8,7 +8,7 @@ would scale B again.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from millrace.errors import InvalidState
 from millrace.weights.plans.manifest import Manifest
 from services.rollout.engines.adapter import AdaptedLayer, AdapterShape
+from services.rollout.weights.in_worker.model import loader_name
 
 ADAPTER_ID = 1
 SLOT = 0
@@ -93,7 +94,8 @@ def _layers(manager: Any, shape: AdapterShape) -> Iterator[_SlotLayer]:
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     mapper = _renames(manager.model)
-    adapted = {parse_fine_tuned_lora_name(layer.lora_a, mapper)[0]: layer for layer in shape.layers}
+    names = {layer: replace(layer, name=loader_name(layer.name, manager.model)).lora_a for layer in shape.layers}
+    adapted = {parse_fine_tuned_lora_name(name, mapper)[0]: layer for layer, name in names.items()}
     for name, layer in manager.modules.items():
         parts = [adapted.get(part) for part in manager.packed_modules.get(name, [name])]
         if not any(parts) or not isinstance(layer, BaseLinearLayerWithLoRA):

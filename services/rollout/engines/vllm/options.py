@@ -85,7 +85,8 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: 
             raise refused("algorithm.router_replay", True, reason, "use the transformers engine, or leave it out.")
         arguments["enable_return_routed_experts"] = True
     arguments |= options
-    if overrides := engine_overrides(spec.model.path) | _text_part(spec.model.path):
+    text_part = _text_part(spec.model.path) if spec.data.images is None else {}
+    if overrides := engine_overrides(spec.model.path) | text_part:
         arguments["hf_overrides"] = {**arguments.get("hf_overrides", {}), **overrides}
     if adapter is not None:
         arguments |= _adapter_arguments(spec, adapter)
@@ -107,8 +108,8 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: 
 
 def _refuse_unequal(spec: JobSpec, *, on_cpu: bool) -> None:
     """Raises InvalidJob for a model that vLLM computes otherwise than the trainer does."""
-    longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
-    if reason := unequal(read_text_config(spec.model.path), longest, on_cpu=on_cpu):
+    longest, images = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens, spec.data.images is not None
+    if reason := unequal(read_text_config(spec.model.path), longest, on_cpu=on_cpu, images=images):
         fix = "start replicas with the transformers engine, or choose another model."
         raise refused("model.path", spec.model.path, reason, fix)
 

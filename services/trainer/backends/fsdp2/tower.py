@@ -1,6 +1,7 @@
 """Models with a tower for images: the language model is sharded and trained, the tower frozen and whole on each rank.
 
-The language model is built without its tower, so that optimizer, publications and checkpoints have its tensors alone.
+The language model is built without its tower, so that optimizer, publications and checkpoints have its tensors alone:
+for some model types as the whole without the tower, for others as the language model's own class.
 Ranks and sequences without images call nothing more than others: what the tower makes of a micro-batch's images is put
 in the place of embeddings, inside the language model's forward pass. The towers of some models make more features of
 each piece of an image, which are added to the hidden states after the first decoder layers.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from millrace.data.pictures import MODELS, Pictures
+from millrace.data.pictures import MODELS, WHOLE, Pictures
 from millrace.errors import InvalidState
 from millrace.spec.model import Model
 from millrace.towers import MOST_KEPT, TowerShape
@@ -28,6 +29,8 @@ NAME = "visual"
 """The tower's name in the model without its head."""
 PREFIXES = (f"{NAME}.", f"model.{NAME}.")
 """How the names of its tensors begin in model folders."""
+INNER = frozenset(f"{kind}_text" for kind in MODELS - WHOLE)
+"""Model types of language models that are built alone."""
 IMAGES = "image_features"
 """Keyword of the language model's forward pass."""
 
@@ -36,7 +39,10 @@ def without_tower(module: PreTrainedModel) -> PreTrainedModel:
     """The module without its tower for images, if it has one. Its language model takes the keyword of `Tower.inputs`,
     and a folder's tensors of the tower are not missed in it."""
     inner: Any = module.base_model
-    if module.config.model_type not in MODELS or not hasattr(inner, NAME):
+    if module.config.model_type in INNER:
+        inner.register_forward_pre_hook(_put, with_kwargs=True)
+        return module
+    if module.config.model_type not in WHOLE or not hasattr(inner, NAME):
         return module
     inner.tower_layers = [name for name, part in module.named_modules() if type(part) is nn.Linear and _of_tower(name)]
     delattr(inner, NAME)
@@ -55,11 +61,12 @@ def _of_tower(name: str) -> bool:
     return name.startswith(PREFIXES)
 
 
-def _put(module: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _put(module: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Puts the first features in the places of embeddings, and hands the others to the language model."""
     if (shown := named.pop(IMAGES, None)) is not None:
         places_n, features_fnh = shown
-        whole = named["inputs_embeds"]
+        if (whole := named.get("inputs_embeds")) is None:
+            whole = module.get_input_embeddings()(named.pop("input_ids"))
         named["inputs_embeds"] = whole.index_copy(1, places_n, features_fnh[:1].to(whole.dtype))
         if len(features_fnh) > 1:
             seen = torch.zeros(whole.shape[:2], dtype=torch.bool, device=whole.device)

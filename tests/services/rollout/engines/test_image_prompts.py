@@ -27,6 +27,8 @@ from tests.image_models import (
     picture,
     save_image_model,
     scores_alone,
+    trained_part,
+    whole_of,
 )
 from tests.sender import Sender
 from tests.services.rollout.conftest import Run
@@ -81,8 +83,9 @@ class Asked:
 
 def language_model(model: Any) -> dict[str, torch.Tensor]:
     """What the trainer publishes: no tensor of the tower."""
-    whole = [(name, tensor) for name, tensor in stored_tensors(model) if ".visual." not in name]
-    return {piece: t.detach().contiguous() for name, each in whole for piece, t in pieces(model, name, each).items()}
+    part = trained_part(model)
+    whole = [(name, tensor) for name, tensor in stored_tensors(part) if ".visual." not in name]
+    return {piece: t.detach().contiguous() for name, each in whole for piece, t in pieces(part, name, each).items()}
 
 
 def check(asked: Asked, folder: Path, answers: list[Completion], models: list[Any]) -> None:
@@ -113,11 +116,14 @@ TIED = {"kind": "qwen3_vl", "tied": True}
     ("policy", "model"),
     [
         ("recompute", TIED),
+        ("recompute", {"kind": "qwen3_5"}),
         # test_tokens_are_of_the_images_and_of_their_adapter has Qwen2.5-VL.
         pytest.param("recompute", {}, marks=pytest.mark.matrix),
         pytest.param("keep", {}, marks=pytest.mark.matrix),
         pytest.param("keep", TIED, marks=pytest.mark.matrix),
         pytest.param("recompute", {"kind": "qwen3_vl"}, marks=pytest.mark.matrix),
+        pytest.param("recompute", {"kind": "qwen3_5", "tied": True}, marks=pytest.mark.matrix),
+        pytest.param("keep", {"kind": "qwen3_5"}, marks=pytest.mark.matrix),
     ],
 )
 def test_tokens_are_of_the_images_and_of_their_version(
@@ -158,6 +164,8 @@ def test_tokens_are_of_the_images_and_of_their_version(
         pytest.param("keep", "qwen2_5_vl", marks=pytest.mark.matrix),
         pytest.param("recompute", "qwen3_vl", marks=pytest.mark.matrix),
         pytest.param("keep", "qwen3_vl", marks=pytest.mark.matrix),
+        pytest.param("recompute", "qwen3_5", marks=pytest.mark.matrix),
+        pytest.param("keep", "qwen3_5", marks=pytest.mark.matrix),
     ],
 )
 def test_tokens_are_of_the_images_and_of_their_adapter(policy: str, kind: str, run: Run, tmp_path: Path) -> None:
@@ -165,8 +173,9 @@ def test_tokens_are_of_the_images_and_of_their_adapter(policy: str, kind: str, r
     folder = save_image_model(tmp_path / "0", kind=kind)
     base = opened_model(folder)
     layers = language_layers(base)
-    adapted = [with_adapter(base, seed=seed, rank=5, alpha=16.0, targets=layers) for seed in range(2)]
-    models = [base, *adapted]
+    part = trained_part(base)
+    adapted = [with_adapter(part, seed=seed, rank=5, alpha=16.0, targets=layers) for seed in range(2)]
+    models = [base, *(whole_of(base, each.get_base_model()) for each in adapted)]
     asked = Asked(folder)
     images = {"images": {"max_per_prompt": 3}, "max_prompt_tokens": 400}
     spec = adapter_job(folder, "vllm", rank=5, data=images)
