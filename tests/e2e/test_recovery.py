@@ -1,6 +1,8 @@
-"""The coordinator is killed in the middle of a job: a model with attention on latents and experts, Megatron, vLLM.
+"""The coordinator is killed in the middle of a job: a model with attention on latents and experts, Megatron, vLLM; and
+the one that leads of two.
 
-`make test` kills the coordinator of a job in test_chaos.py, and has such a model with Megatron and vLLM in
+`make test` kills the coordinator of a job in test_chaos.py, the leader of a stack of two in
+tests/services/coordinator/test_high_availability.py, and has such a model with Megatron and vLLM in
 tests/services/trainer/backends/megatron/test_vllm.py.
 """
 
@@ -13,6 +15,7 @@ import pytest
 from millrace.errors import MillraceError
 from tests.e2e.conftest import adds_up, finished, until
 from tests.models import byte_tokenizer
+from tests.ports import held_port
 from tests.services.trainer.backends.megatron import tiny
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(600)]
@@ -57,3 +60,18 @@ def test_the_job_goes_on_after_the_coordinator_was_killed(start, job, tmp_path):
     published = [e for e in client.events(view.id, follow=False) if e.kind == "publication.done"]
     assert published[-1].time_s > since, "it was killed before the last step"
     assert {member.loader_tensors for event in published for member in event.data.members[1:]} == {0}
+
+
+def test_the_job_goes_on_with_another_coordinator_of_the_stack(start, job):
+    with held_port() as http, held_port() as grpc:
+        stack = start(replicas=1, engine="transformers", standby_coordinators=[[http, grpc]])
+        client = stack.client(patience_s=60)
+        view = client.submit(job)
+        until("two steps", lambda: client.job(view.id).step >= 2, 240)
+        killed = stack.pids()["coordinator"]
+        os.kill(killed, signal.SIGKILL)
+        done = finished(client, view.id)
+        assert client.url.endswith(f":{http}"), "the other one leads"
+        adds_up(client, done)
+        assert done.version == done.steps, "nothing was trained twice"
+        until("it is started again", lambda: stack.pids().get("coordinator") not in (None, killed), 60)
