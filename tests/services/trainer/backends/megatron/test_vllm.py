@@ -5,6 +5,9 @@ architecture, in float32.
 is a Qwen3 with other norms and biases, Qwen3-MoE and Mixtral are models of experts as DeepSeek-V3, Moonlight is one
 without compressed queries, the text path of Qwen2.5-VL a Qwen2.
 
+Megatron runs these models, of the sizes that vLLM takes, in `make test-all` only: that it gives the same
+log-probabilities as Hugging Face for every architecture is shown by test_parity.py, with smaller ones.
+
 Of Qwen2.5-VL vLLM runs the text path as the Qwen2 that it is.
 """
 
@@ -27,7 +30,7 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-"""The first test waits for both launches. To import vLLM here would take every worker of pytest a second."""
+"""The first test of each launch waits for it. To import vLLM here would take every worker of pytest a second."""
 
 BFLOAT16 = "deepseek_v3 in bfloat16"
 MATRIX = ("qwen2", "qwen3", "qwen3_moe", "mixtral", "moonlight", "qwen2_5_vl", BFLOAT16)
@@ -88,6 +91,7 @@ def test_shards_leave_in_vllm_what_whole_tensors_do(kind: str, vllm: Callable[[s
     assert vllm(kind)["differing"] == [] and vllm(kind)["loaders"] == []
 
 
+@pytest.mark.matrix  # test_trains_like_plain_pytorch in test_parity.py compares each kind on one rank
 @pytest.mark.parametrize("kind", KINDS)
 def test_megatron_agrees_with_hugging_face(kind: str, served: Served, megatron: dict[str, Any]) -> None:
     expected = []
