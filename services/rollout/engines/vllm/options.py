@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from millrace.data.pictures import MODELS
+from millrace.data.pictures import WHOLE
 from millrace.data.quantization import engine_overrides
 from millrace.engines import ENGINES
 from millrace.engines.vllm import unequal
@@ -143,7 +143,7 @@ def _text_part(model: str) -> dict[str, Any]:
 def _has_tower(model: str) -> bool:
     """Whether vLLM builds a model with a tower for images."""
     kind = read_config(model).get("model_type")
-    return kind in MODELS or (kind in TEXT_PARTS and not _text_part(model))
+    return kind in WHOLE or (kind in TEXT_PARTS and not _text_part(model))
 
 
 def without_broken_fusion(arguments: Any) -> Any:

@@ -34,7 +34,8 @@ def test_a_release_without_the_language_model_builds_the_whole(wrapper: Path, mo
     from vllm import ModelRegistry  # above, it would take each worker of pytest seconds
 
     spec = job_spec(wrapper)
-    assert engine_arguments(spec).hf_overrides == {"architectures": ["Qwen3_5ForCausalLM"]}
+    alone = engine_arguments(spec)
+    assert alone.hf_overrides == {"architectures": ["Qwen3_5ForCausalLM"]} and not alone.limit_mm_per_prompt
     monkeypatch.setattr(ModelRegistry, "get_supported_archs", lambda: ["Qwen3_5ForConditionalGeneration"])
     arguments = engine_arguments(spec)
     assert not arguments.hf_overrides
