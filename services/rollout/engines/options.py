@@ -48,9 +48,14 @@ def engine_needs(spec: JobSpec, engine: str) -> dict[str, Any]:
             "model.lora.rank": model.lora.rank,
             "model.lora.target_modules": model.lora.target_modules,
             "model.lora.exclude_modules": model.lora.exclude_modules,
-            "model.lora.adapter_path": model.lora.adapter_path and files_by_content(model.lora.adapter_path),
+            "model.lora.adapter_path": _adapter_files(model.lora.adapter_path),
         }
     return needs
+
+
+def _adapter_files(folder: str | None) -> object:
+    """Equal for the same files of a PEFT folder, whose tensors say which layers have an adapter."""
+    return None if folder is None else (files_by_content(folder), weight_files(folder))
 
 
 def differing_needs(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from millrace.contracts.methods import FleetRpc
 from millrace.contracts.v1 import fleet_pb2
-from millrace.errors import InvalidState
+from millrace.errors import InvalidState, OutOfMemory
 from millrace.rest import JobState
 from millrace.spec.schedule import Schedule
 from services.coordinator.stages.checkpoint import _prune
@@ -245,6 +245,26 @@ async def test_a_trainer_whose_host_ends_before_it_has_saved_costs_what_it_did(
     job = await cluster.ended(job_id)
     assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
     assert second.configured == [at(spec, 2)]
+    await trained_once(cluster, job_id, second)
+
+
+@scenario
+async def test_a_trainer_that_drains_without_memory_for_a_checkpoint_ends_nothing_else(
+    cluster: Cluster, spec: dict[str, Any]
+) -> None:
+    first, _ = await cluster.trainer(), await cluster.replica()
+    drains_in(first, 3)
+
+    async def full(_: object) -> None:
+        raise OutOfMemory("rank 0 ran out of memory.")
+
+    first.faults["Save"] = full
+    job_id = await cluster.submit(spec)
+    await until(lambda: cluster.events(job_id, "trainer.left"))
+    await first.leave()
+    second = await cluster.trainer()
+    assert (await cluster.ended(job_id)).state is JobState.SUCCEEDED
+    assert second.configured == [""]
     await trained_once(cluster, job_id, second)
 
 
