@@ -7,7 +7,7 @@ from pathlib import Path
 from millrace.backends import BACKENDS
 from millrace.data.model_folder import text_config
 from millrace.descriptors import Hosts, imported
-from millrace.engines.vllm import unequal
+from millrace.engines.vllm import fix_for_unequal, unequal
 from millrace.errors import InvalidJob, Mistake, wrong_value
 from millrace.lora import absent
 from millrace.megatron.adapters import EXPERTS, linear_layers
@@ -50,8 +50,8 @@ def _engine(spec: JobSpec) -> Iterator[Mistake]:
         return
     longest, images = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens, spec.data.images is not None
     if reason := unequal(config, longest, on_cpu=True, images=images):
-        fix = "start replicas with the transformers engine, or choose another model."
-        yield wrong_value("model.path", spec.model.path, f"replicas with vLLM refuse it: {reason}", fix)
+        told = f"replicas with vLLM refuse it: {reason}"
+        yield wrong_value("model.path", spec.model.path, told, fix_for_unequal(images))
 
 
 def _layers(spec: JobSpec) -> Iterator[Mistake]:

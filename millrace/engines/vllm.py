@@ -61,6 +61,9 @@ UNEQUAL_ON_CPU: Mapping[str, str] = {
 }
 """The same, for what only the CPU build computes otherwise."""
 
+TOWER_THETA = 10_000.0
+"""The base of the rotary positions of patches in vLLM, whatever a config says."""
+
 
 def unequal(config: Mapping[str, Any], longest: int, *, on_cpu: bool, images: bool = False) -> str:
     """Why vLLM computes the model otherwise than the trainer does, in texts of up to `longest` tokens; empty if that is
@@ -74,7 +77,21 @@ def unequal(config: Mapping[str, Any], longest: int, *, on_cpu: bool, images: bo
     in_turns = kind == IN_TURNS or (images and kind == IN_TURNS_WITH_IMAGES)
     if in_turns and (reason := _other_axes(config)):
         return reason
+    if images and (theta := _tower_theta(config)) != TOWER_THETA:
+        return f"vLLM turns patches of images with a rope_theta of {TOWER_THETA:g}, and vision_config has {theta}"
     return UNEQUAL.get(kind) or (UNEQUAL_ON_CPU.get(kind, "") if on_cpu else "")
+
+
+def _tower_theta(config: Mapping[str, Any]) -> Any:
+    vision: Mapping[str, Any] = config.get("vision_config") or {}
+    return (vision.get("rope_parameters") or {}).get("rope_theta") or vision.get("rope_theta") or TOWER_THETA
+
+
+def fix_for_unequal(images: bool) -> str:
+    """What helps with a model that `unequal` tells of: the transformers engine takes no `images`."""
+    return (
+        "choose another model." if images else "start replicas with the transformers engine, or choose another model."
+    )
 
 
 def _other_axes(config: Mapping[str, Any]) -> str:

@@ -127,3 +127,20 @@ def test_axes_of_qwen3_5_count_with_images(images: bool, rope: dict[str, Any], t
     }
     found = [str(each) for each in advice(parse(job))]
     assert len(found) == told and all("only with mrope_section" in each for each in found)
+
+
+@pytest.mark.parametrize(("images", "theta", "told"), [(True, 10000.0, 0), (True, 5000.0, 1), (False, 5000.0, 0)])
+def test_positions_of_patches_that_vllm_does_not_take_are_told(
+    images: bool, theta: float, told: int, tmp_path: Path
+) -> None:
+    vision = {"rope_parameters": {"rope_type": "axial", "rope_theta": theta}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": vision}))
+    job = {
+        "name": "engines",
+        "output": "/data/out",
+        "model": {"path": str(tmp_path)},
+        "data": {"files": ["/data/train.parquet"], "images": {} if images else None},
+    }
+    found = [str(each) for each in advice(parse(job))]
+    assert len(found) == told and all("rope_theta" in each for each in found)
+    assert not any("transformers engine" in each for each in found), "which takes no images"

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from millrace.data.pictures import WHOLE
 from millrace.data.quantization import engine_overrides
 from millrace.engines import ENGINES
-from millrace.engines.vllm import unequal
+from millrace.engines.vllm import fix_for_unequal, unequal
 from millrace.errors import InvalidState, refused
 from millrace.spec import JobSpec
 from services.rollout.engine import Sampling, StopReason
@@ -110,8 +110,7 @@ def _refuse_unequal(spec: JobSpec, *, on_cpu: bool) -> None:
     """Raises InvalidJob for a model that vLLM computes otherwise than the trainer does."""
     longest, images = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens, spec.data.images is not None
     if reason := unequal(read_text_config(spec.model.path), longest, on_cpu=on_cpu, images=images):
-        fix = "start replicas with the transformers engine, or choose another model."
-        raise refused("model.path", spec.model.path, reason, fix)
+        raise refused("model.path", spec.model.path, reason, fix_for_unequal(images))
 
 
 def _refuse_head_size(model: str) -> None:
