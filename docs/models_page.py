@@ -11,6 +11,7 @@ from millrace.engines.vllm import (
     IN_TURNS,
     IN_TURNS_WITH_IMAGES,
     SHIFTED_WINDOWS,
+    TOWER_THETA,
     UNEQUAL,
     UNEQUAL_ON_CPU,
 )
@@ -191,6 +192,7 @@ def _unequal() -> str:
         "`deepseek_v2`": "with `topk_method: greedy` and several groups of experts",
         f"`{IN_TURNS}`": axes,
         f"`{IN_TURNS_WITH_IMAGES}`": f"in jobs with images, {axes}",
+        "all with a tower": f"in jobs with images, with another `rope_theta` than {TOWER_THETA:g} in `vision_config`",
     }
     rows |= {f"`{name}`": reason for name, reason in {**UNEQUAL, **UNEQUAL_ON_CPU}.items()}
     return "\n".join(["| model type | what is not equal |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows.items())])
