@@ -23,7 +23,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 '''
 
 
-def job(folder: Path, max_staleness: int, carried: int) -> dict[str, Any]:
+def job(folder: Path, max_staleness: int, carried: int = 0) -> dict[str, Any]:
     """A job without an end, and its model, data and reward in `folder`."""
     disable_progress_bar()
     rows = [
