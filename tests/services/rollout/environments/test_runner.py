@@ -154,7 +154,8 @@ def test_episodes_are_held_back_between_turns_where_the_cache_lost_their_turns(
     assert len(accounts) == 12 and not any(account.reruns for account in accounts)
     assert all(account.prefix_tokens > account.cached_prefix_tokens == 0 for account in accounts) is (found == 0)
     assert any(account.held_back_s > 0 for account in accounts) is (found == 0)
-    assert limit == (2 if found == 0 else 32), "half of the engine's four slots always fit"
+    # By how much it falls depends on how many are open; half of the engine's four slots always fit.
+    assert limit is not None and (2 <= limit < 32 if found == 0 else limit == 32)
 
 
 def test_the_time_of_an_episode_stands_still_while_it_is_held_back() -> None:
