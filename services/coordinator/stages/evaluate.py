@@ -120,7 +120,7 @@ async def _issue(run: Run, begun: Evaluating) -> None:
         await run.evaluation.issue(drafts, begun.step + 1)
         start += len(drafts)
         run.components.queue.issued.ring()
-        await run.heed()
+        await run.heed(may_pause=begun.version == run.job.version)
 
 
 def _drafts(
@@ -137,10 +137,11 @@ async def _answered(run: Run) -> bool:
 
 
 async def _answers(run: Run, begun: Evaluating) -> list[GroupSummary] | None:
-    """The summaries of the groups, as soon as every prompt was answered; None if there is nobody left who could."""
+    """The summaries of the groups, as soon as every prompt was answered; None if there is nobody left who could. A job
+    is not paused while replicas wait for the trainer's version."""
     while True:
         ring = run.components.queue.answered.next()
-        await run.heed()
+        await run.heed(may_pause=begun.version == run.job.version)
         if await _answered(run):
             return await run.evaluation.summaries((await run.evaluation.generated())[0])
         if (await run.evaluation.counts()).issued < _count(run):  # a process ended while it issued them

@@ -225,14 +225,15 @@ class Run:
         await self.records.set_note(EVALUATING, None)
         await self.evaluation.forget()
 
-    async def heed(self) -> None:
-        """Carries out a pending request: raises Cancelled, or waits as long as the job is paused.
+    async def heed(self, may_pause: bool = True) -> None:
+        """Carries out a pending request: raises Cancelled, or waits as long as the job is paused. Without `may_pause` a
+        pause that is asked for begins at a later call.
 
         Raises Superseded if another coordinator has taken over.
         """
         await self.components.store.leadership.still_ours()
         state, wanted = await self.components.store.jobs.wanted(self.job.id)
-        if wanted is Wanted.PAUSE and state is JobState.RUNNING:
+        if wanted is Wanted.PAUSE and state is JobState.RUNNING and may_pause:
             message = f"paused after step {self.job.step}"
             with contextlib.suppress(InvalidState):  # meanwhile the request was withdrawn, or the job cancelled
                 await self.components.events.move(

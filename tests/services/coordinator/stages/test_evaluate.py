@@ -132,6 +132,23 @@ async def test_the_trainer_steps_beside_an_evaluation(cluster: Cluster, spec: di
 
 
 @scenario
+async def test_a_job_is_paused_when_replicas_have_the_trainers_version(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """Not while an evaluation keeps them at the version before."""
+    trainer, replica = await cluster.trainer(), await cluster.replica()
+    held, client = Held(2, trainer, replica), cluster.coordinator.client
+    spec["evaluation"] |= {"every_steps": 2}
+    job_id = await cluster.submit(spec)
+    await asyncio.wait_for(held.stepped.wait(), 60)
+    await cluster.reached(job_id, 3)
+    await asyncio.to_thread(client.pause, job_id)
+    held.let_go.set()
+    paused = await until(lambda: cluster.job(job_id), lambda job: job.state is JobState.PAUSED)
+    assert paused.step == trainer.version == replica.version == 3
+    await asyncio.to_thread(client.resume, job_id)
+    await exact(cluster, job_id, trainer, [(0, 0), (2, 2), (4, 4), (6, 6)])
+
+
+@scenario
 async def test_a_job_that_a_held_out_score_may_end_waits_for_it(cluster: Cluster, spec: dict[str, Any]) -> None:
     trainer, replica = await cluster.trainer(), await cluster.replica()
     held = Held(2, trainer, replica)
