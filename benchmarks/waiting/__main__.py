@@ -57,9 +57,23 @@ def job(model: Path, options: argparse.Namespace) -> JobSpec:
     given_tokens = 30  # what the chat format puts between two turns is shorter
     response = options.turns * (options.tokens + given_tokens)
     engine: dict[str, Any] = {{**RUNNING, "transformers": "max_num_seqs"}[options.engine]: options.running}
+    return waiting_job(model, options, {"wait_s": options.wait_s}, engine, prompt=40, response=response)
+
+
+def waiting_job(
+    model: Path,
+    options: argparse.Namespace,
+    waits: dict[str, Any],
+    engine: dict[str, Any],
+    *,
+    prompt: int,
+    response: int,
+) -> JobSpec:
+    """A job of episodes in the environment `Waits`. `waits`: the options of the environment; `engine`: those of the
+    engine; `prompt` and `response`: the most tokens of each."""
     environment = {
         "name": f"{Path(__file__).with_name('environment.py')}:Waits",
-        "options": {"wait_s": options.wait_s},
+        "options": waits,
         "max_turns": options.turns,
         "max_turn_tokens": options.tokens,
         "processes": 1,
@@ -70,7 +84,7 @@ def job(model: Path, options: argparse.Namespace) -> JobSpec:
             "name": "bench",
             "output": str(model / "output"),
             "model": {"path": str(model)},
-            "data": {"files": ["rows.jsonl"], "max_prompt_tokens": 40},
+            "data": {"files": ["rows.jsonl"], "max_prompt_tokens": prompt},
             "reward": {"function": "exact", "workers": 1},
             "rollout": {
                 "dtype": "float32",
@@ -79,7 +93,7 @@ def job(model: Path, options: argparse.Namespace) -> JobSpec:
                 "environment": environment,
                 "engine_options": engine,
             },
-            "trainer": {"token_budget": 40 + response},
+            "trainer": {"token_budget": prompt + response},
         }
     )
 

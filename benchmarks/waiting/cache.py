@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.waiting.__main__ import LONGEST_ROUND_S, serving
+from benchmarks.waiting.__main__ import LONGEST_ROUND_S, serving, waiting_job
 from millrace.demo.tokenizer import byte_tokenizer
-from millrace.spec import JobSpec, parse
+from millrace.spec import JobSpec
 from millrace.telemetry import logs
 from services.rollout.episode.admission import Admission
 from services.rollout.replica import Replica
@@ -72,31 +72,9 @@ def made_model(folder: Path) -> Path:
 
 def job(model: Path, options: argparse.Namespace) -> JobSpec:
     response = options.turns * (options.tokens + options.given + 40)
-    environment = {
-        "name": f"{Path(__file__).with_name('environment.py')}:Waits",
-        "options": {"wait_s": options.wait_s, "answer": (ANSWER * options.given)[: options.given]},
-        "max_turns": options.turns,
-        "max_turn_tokens": options.tokens,
-        "processes": 1,
-        "episodes_per_process": options.episodes,
-    }
-    return parse(
-        {
-            "name": "bench",
-            "output": str(model / "output"),
-            "model": {"path": str(model)},
-            "data": {"files": ["rows.jsonl"], "max_prompt_tokens": 64},
-            "reward": {"function": "exact", "workers": 1},
-            "rollout": {
-                "dtype": "float32",
-                "samples_per_prompt": options.samples,
-                "max_response_tokens": response,
-                "environment": environment,
-                "engine_options": {"num_gpu_blocks_override": options.blocks, "max_num_seqs": options.episodes},
-            },
-            "trainer": {"token_budget": 64 + response},
-        }
-    )
+    waits = {"wait_s": options.wait_s, "answer": (ANSWER * options.given)[: options.given]}
+    engine = {"num_gpu_blocks_override": options.blocks, "max_num_seqs": options.episodes}
+    return waiting_job(model, options, waits, engine, prompt=64, response=response)
 
 
 async def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
