@@ -81,6 +81,18 @@ def test_megatrons_names_that_have_no_effect_are_told(
     assert [json.loads(each.value) for each in advice(parse(job))] == without
 
 
+def told_of(config: dict[str, Any], images: bool, folder: Path) -> list[str]:
+    """What is told of a job with a model of this config, whose prompts have images or not."""
+    (folder / "config.json").write_text(json.dumps(config))
+    job = {
+        "name": "engines",
+        "output": "/data/out",
+        "model": {"path": str(folder)},
+        "data": {"files": ["/data/train.parquet"], "images": {} if images else None},
+    }
+    return [str(each) for each in advice(parse(job))]
+
+
 IN_TURNS = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
 
 
@@ -104,28 +116,14 @@ IN_TURNS = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interl
     ],
 )
 def test_a_model_that_vllm_computes_otherwise_is_told(config: dict[str, Any], told: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    job = {
-        "name": "engines",
-        "output": "/data/out",
-        "model": {"path": str(tmp_path)},
-        "data": {"files": ["/data/train.parquet"]},
-    }
-    found = [str(each) for each in advice(parse(job))]
+    found = told_of(config, False, tmp_path)
     assert len(found) == bool(told) and all(told in each and "transformers engine" in each for each in found)
 
 
 @pytest.mark.parametrize(("images", "rope", "told"), [(False, {}, 0), (True, {}, 1), (True, IN_TURNS, 0)])
 def test_axes_of_qwen3_5_count_with_images(images: bool, rope: dict[str, Any], told: int, tmp_path: Path) -> None:
     config = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", "rope_parameters": rope}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    job = {
-        "name": "engines",
-        "output": "/data/out",
-        "model": {"path": str(tmp_path)},
-        "data": {"files": ["/data/train.parquet"], "images": {} if images else None},
-    }
-    found = [str(each) for each in advice(parse(job))]
+    found = told_of(config, images, tmp_path)
     assert len(found) == told and all("only with mrope_section" in each for each in found)
 
 
@@ -134,13 +132,6 @@ def test_positions_of_patches_that_vllm_does_not_take_are_told(
     images: bool, theta: float, told: int, tmp_path: Path
 ) -> None:
     vision = {"rope_parameters": {"rope_type": "axial", "rope_theta": theta}}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": vision}))
-    job = {
-        "name": "engines",
-        "output": "/data/out",
-        "model": {"path": str(tmp_path)},
-        "data": {"files": ["/data/train.parquet"], "images": {} if images else None},
-    }
-    found = [str(each) for each in advice(parse(job))]
+    found = told_of({"model_type": "qwen2_5_vl", "vision_config": vision}, images, tmp_path)
     assert len(found) == told and all("rope_theta" in each for each in found)
     assert not any("transformers engine" in each for each in found), "which takes no images"
