@@ -53,7 +53,7 @@ class Stack:
 
     @property
     def coordinator(self) -> str:
-        """As `StackOptions.coordinator`, for further replicas."""
+        """Further replicas take these addresses: host:port of each coordinator's gRPC server, with commas."""
         return self.options.coordinator
 
     def client(self, **options: Any) -> Client:

@@ -5,6 +5,7 @@ the class's methods, so that importing its module costs nothing.
 """
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -164,6 +165,12 @@ class CachedPrefix:
     """Differs for keys and values of other weights, of which a request finds none."""
     at: float
     """When the request ended, on the clock `time.monotonic`."""
+
+    @classmethod
+    def reported(cls, tokens: int | None, block: int, key: str) -> "CachedPrefix | None":
+        """The prefix of a request that has just ended, from the number that its engine reports. None if the engine
+        reports none, or keeps no prefixes (`block` is 0)."""
+        return None if tokens is None or not block else cls(tokens, block, key, time.monotonic())
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,7 @@ from millrace.spec.rollout import CachePolicy
 from millrace.weights.loader.misfits import tensors_untaken
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Manifest
-from services.rollout.engine import (
-    NO_TOKENS,
-    CachedPrefix,
-    Completion,
-    EngineDied,
-    EngineStats,
-    Load,
-    Response,
-    Sampling,
-)
+from services.rollout.engine import NO_TOKENS, Completion, EngineDied, EngineStats, Load, Response, Sampling
 from services.rollout.engines.endings import Endings
 from services.rollout.weights.engine_weights import CommitReport
 from services.rollout.weights.transfer_request import TransferRequest, nothing_prepared
@@ -369,13 +360,6 @@ class VersionedEngine(ABC):
     def _cache_key(self) -> str:
         """Names the keys and values of the weights in place; weights that were in place before had other names."""
         return _cache_key(self._version, self._weight_changes)
-
-    def _cached(self, tokens: int | None, key: str) -> CachedPrefix | None:
-        """What a request that has just ended found of its prompt. `tokens`: as the engine reports it; `key`: the cache
-        key with which it began."""
-        if not self._cache_block or tokens is None:
-            return None
-        return CachedPrefix(tokens, self._cache_block, key, time.monotonic())
 
     async def _drop_version(self) -> None:
         """Records that no version is in place: samples in flight are of no use."""

@@ -29,6 +29,7 @@ from millrace.spec.rollout import CachePolicy
 from millrace.wire.address import host_address
 from services.rollout.engine import (
     NO_TOKENS,
+    CachedPrefix,
     Completion,
     EngineDied,
     EngineStats,
@@ -279,7 +280,8 @@ class SglangEngine(VersionedEngine):
             final = await self._while_alive(self._last_output(request, search))
             completion = await self._sample(request_id, final, search.stopped, sampling, prefix)
             self._scheduler.answered(len(tokens), final["meta_info"])
-            return replace(completion, cached=self._cached(final["meta_info"].get("cached_tokens"), key))
+            cached = CachedPrefix.reported(final["meta_info"].get("cached_tokens"), self._cache_block, key)
+            return replace(completion, cached=cached)
         finally:
             self._running.discard(request_id)
             if not self._death.done() and self._engine is not None:

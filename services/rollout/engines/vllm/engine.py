@@ -28,6 +28,7 @@ from millrace.spec.rollout import CachePolicy
 from millrace.wire.address import host_address
 from services.rollout.engine import (
     NO_TOKENS,
+    CachedPrefix,
     Completion,
     EngineDied,
     EngineStats,
@@ -263,7 +264,8 @@ class VllmEngine(VersionedEngine):
             if self._marks is not None:
                 self._marks.ended(request_id)
             completion = await self._sample(request_id, final, search.stopped, spans, sampling, prefix)
-            return replace(completion, cached=self._cached(final.num_cached_tokens, key))
+            cached = CachedPrefix.reported(final.num_cached_tokens, self._cache_block, key)
+            return replace(completion, cached=cached)
         except EngineDeadError as error:
             raise EngineDied(f"vLLM's engine process ended: {error}") from error
         finally:
