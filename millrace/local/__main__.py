@@ -4,9 +4,9 @@ import sys
 
 from millrace.errors import MillraceError
 from millrace.local.child_processes import watchdog
-from millrace.local.options import StackOptions
+from millrace.local.options import StackOptions, of_this_host
 from millrace.local.service_log import say
-from millrace.local.supervisor import of_this_host, supervise
+from millrace.local.supervisor import supervise
 
 
 def main(role: str, text: str) -> int:

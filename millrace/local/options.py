@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from millrace.engines import ENGINES, unknown_engine
 from millrace.errors import InvalidState
 from millrace.local.folders import socket_in
+from millrace.local.host import visible_devices
 from millrace.wire.tls import scheme
 
 LEASE_OVER_S = 4.0
@@ -150,6 +152,11 @@ def services(options: StackOptions, devices: Sequence[str] = (), redis_url: str 
         *(trainer(number, visible) for number, visible in enumerate(shares[:trainers])),
         *(replica(number, visible) for number, visible in enumerate(shares[trainers:])),
     ]
+
+
+def of_this_host(options: StackOptions) -> list[Service]:
+    """Processes of the stack with the CUDA devices and REDIS_URL of this host. Raises InvalidState as `services`."""
+    return services(options, visible_devices(), {**os.environ, **options.environment}.get("REDIS_URL", ""))
 
 
 def _coordinators(options: StackOptions, environment: Mapping[str, str], redis_url: str) -> list[Service]:

@@ -19,10 +19,9 @@ from millrace.data import shared_copies
 from millrace.errors import InvalidState, MillraceError, Unavailable
 from millrace.local import child_processes, state_folder
 from millrace.local.folders import new_private_folder
-from millrace.local.host import visible_devices
 from millrace.local.launcher import STANDBY
 from millrace.local.lives import Restarts, joined
-from millrace.local.options import Service, StackOptions, services
+from millrace.local.options import Service, StackOptions, of_this_host
 from millrace.local.ports import check_free
 from millrace.local.service_log import ServiceLog, say
 from millrace.local.state_folder import only_one
@@ -378,10 +377,6 @@ async def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
             return False
         await asyncio.sleep(LOOK_S / 4)
     return True
-
-
-def of_this_host(options: StackOptions) -> list[Service]:
-    return services(options, visible_devices(), {**os.environ, **options.environment}.get("REDIS_URL", ""))
 
 
 def supervise(
