@@ -15,7 +15,7 @@ from millrace.lora import AskedAdapter, recurrent_layers
 from millrace.spec.lora import Lora, is_router
 from millrace.weights.loader.stored import pieces, stored_tensors
 from millrace.weights.plans.manifest import Content
-from services.trainer.backends.fsdp2.tower import tower_layers
+from services.trainer.backends.tower import tower_layers
 from services.trainer.protocol.adapter import (
     LORA_A,
     LORA_B,

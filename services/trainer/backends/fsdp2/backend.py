@@ -35,8 +35,8 @@ from services.trainer.backends.fsdp2.model import Sharding, decoder_layers, load
 from services.trainer.backends.fsdp2.published import export, manifest, parts
 from services.trainer.backends.fsdp2.sequence_parallel import RankTokens, SequenceGroup, divide_ranks, group_of_role
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel, reset_sharding
-from services.trainer.backends.fsdp2.tower import Tower
 from services.trainer.backends.head import WantedTokens
+from services.trainer.backends.tower import Tower
 from services.trainer.protocol.backend import LossFn, Output, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives

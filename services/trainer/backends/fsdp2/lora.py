@@ -16,8 +16,8 @@ from services.trainer.backends.fsdp2.adapted import BASE, choose_layers, stored_
 from services.trainer.backends.fsdp2.loading import LocalPart, ModelFolder
 from services.trainer.backends.fsdp2.model import FIELD as MODEL_FIELD
 from services.trainer.backends.fsdp2.model import Sharding, build_unfilled, shard_model
-from services.trainer.backends.fsdp2.tower import tower_layers
 from services.trainer.backends.lora import first_a, stored_values, target_names
+from services.trainer.backends.tower import tower_layers
 from services.trainer.protocol.adapter import LORA_A, MAGNITUDE, is_adapter, stored_name
 
 PLAIN = "model"

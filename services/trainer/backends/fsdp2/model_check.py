@@ -27,7 +27,7 @@ from services.trainer.backends.fsdp2.computable import check_computable, check_c
 from services.trainer.backends.fsdp2.loading import check_whole_folder
 from services.trainer.backends.fsdp2.model import FIELD, load_config
 from services.trainer.backends.fsdp2.proof.implementations import FLASH
-from services.trainer.backends.fsdp2.tower import without_tower
+from services.trainer.backends.tower import without_tower
 from services.trainer.checkpoints.model_files import CRITIC_FIELD, ModelFiles, readable, stored_head
 
 NAMES = {

@@ -16,7 +16,7 @@ from services.trainer.backends.fsdp2.noise import JITTER, set_noise
 from services.trainer.backends.fsdp2.proof.implementations import INPUTS, PROVED, BordersLost, left_out
 from services.trainer.backends.fsdp2.proof.tiny import VOCABULARY, tiny
 from services.trainer.backends.fsdp2.sequence_parallel import SequenceGroup
-from services.trainer.backends.fsdp2.tower import without_tower
+from services.trainer.backends.tower import without_tower
 from services.trainer.protocol.microbatch import MicroBatch
 
 LENGTHS = (9, 37, 5, 13)
