@@ -1,6 +1,8 @@
-"""Two jobs at once on one stack, each in a partition with a trainer and a replica of its own; one is cancelled.
+"""Two jobs on one stack: at once, each in a partition with a trainer and a replica of its own, and one is cancelled; or
+in turn, as one interrupts the other.
 
-tests/services/coordinator/test_partitions.py has the same with simulated members, and what goes wrong."""
+tests/services/coordinator/test_partitions.py and tests/services/coordinator/jobs/test_preemption.py have the same with
+simulated members, and what goes wrong."""
 
 import contextlib
 import sys
@@ -9,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from millrace.drops import DropReason
+from millrace.events import EventKind
 from millrace.local import child_processes
 from millrace.local.stack import Stack
 from millrace.rest import JobState
-from tests.e2e.conftest import adds_up, finished, until
+from tests.e2e.conftest import adds_up, finished, started, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(600)]
 
@@ -60,3 +64,25 @@ def test_two_jobs_train_at_once_and_a_cancelled_one_leaves_the_other_alone(
     adds_up(client, view)
     assert client.ledger(second).dropped == 0
     assert {event.data.member for event in client.events(second, follow=False) if event.kind == "member.joined"} == of_b
+
+
+def test_a_job_gives_way_to_an_urgent_one_and_goes_on_from_its_checkpoint(tmp_path, job, monkeypatch):
+    monkeypatch.setenv("MILLRACE_PREEMPT_AFTER_S", "1")
+    with started(tmp_path / "state", replicas=1, engine="transformers") as stack, stack.client() as client:
+        low = client.submit({**job, "schedule": {**job["schedule"], "steps": 12}}).id
+        until("a step of the first one", lambda: client.job(low).step >= 1, 240)
+        urgent = {**job["schedule"], "steps": 2, "priority": 5, "preempt": True}
+        high = client.submit({**job, "output": f"{job['output']}-high", "schedule": urgent}).id
+        adds_up(client, finished(client, high))
+        view = finished(client, low)
+        adds_up(client, view)
+        ledger, events = client.ledger(low), list(client.events(low, follow=False))
+        assert set(ledger.reasons) <= {DropReason.JOB_PREEMPTED}
+        steps = [event.data.step for event in events if event.kind == EventKind.STEP_DONE]
+        assert steps == list(range(1, 13)), "nothing is trained twice"
+        (gave_way,) = (n for n, event in enumerate(events) if "gives way to" in event.message)
+        (saved,) = (event for event in events[:gave_way] if event.kind == EventKind.CHECKPOINT_SAVED)
+        assert saved.data.step == sum(event.kind == EventKind.STEP_DONE for event in events[:gave_way]) < 12
+        after = {event.kind: event for event in events[gave_way:]}
+        assert after[EventKind.TRAINER_CONFIGURED].data.version == saved.data.step, "it loaded that checkpoint"
+        assert after[EventKind.MEMBER_CONFIGURED].data.kept_engine
