@@ -188,6 +188,7 @@ DESCRIPTOR = BackendDescriptor(
             }
         ),
     },
+    takes_images=True,
     replays_experts=True,
     trains_adapters=True,
     publishes_adapters=True,

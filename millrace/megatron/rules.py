@@ -68,7 +68,7 @@ def _crosses(name: str, value: int, what: str, hosts: Hosts, fix: str) -> Mistak
 def check_submission(spec: JobSpec) -> None:
     """The checks that need no trainer. Raises InvalidJob with every rule that is broken."""
     options, critic = parse(spec.trainer.backend_options), spec.algorithm.critic
-    check(options, shape := read_shape(Path(spec.model.path)), None, cuda=True)
+    check(options, shape := read_shape(Path(spec.model.path)), None, cuda=True, images=spec.data.images is not None)
     _check_replay(spec, options, shape)
     if spec.model.weights is None:
         _check_folder(Path(spec.model.path), shape, "model.path")
@@ -139,11 +139,26 @@ def _adapters(asked: AskedAdapter, o: MegatronOptions, *, of_experts: bool) -> I
         yield _broken("experts.bias_update_rate", o.experts.bias_update_rate, reason, "set it to 0")
 
 
-def check(options: MegatronOptions, shape: ModelShape, world_size: int | None, *, cuda: bool) -> None:
-    """Raises InvalidJob with every rule that is broken."""
+def check(
+    options: MegatronOptions, shape: ModelShape, world_size: int | None, *, cuda: bool, images: bool = False
+) -> None:
+    """Raises InvalidJob with every rule that is broken. `images`: whether prompts have images."""
     broken = broken_rules(options, shape, world_size, cuda=cuda)
+    if images:
+        broken += _images(options, shape)
     if broken:
         raise InvalidJob.of(broken)
+
+
+def _images(o: MegatronOptions, s: ModelShape) -> Iterator[Mistake]:
+    turned = int(s.head_dim * s.rope.fraction) // 2
+    if len(s.rope.sections) != 3 or sum(s.rope.sections) != turned:
+        stated = list(s.rope.sections) or None
+        reason = f"its config says mrope_section = {stated}, and images need three numbers with the sum {turned}"
+        yield wrong_value("model.path", s.architecture, reason, "correct the config, or leave data.images out.")
+    if o.context_parallel > 1:
+        reason = "images were not shown to be right in parts of a sequence, and data.images is given"
+        yield _broken("context_parallel", o.context_parallel, reason, "leave it out")
 
 
 def broken_rules(options: MegatronOptions, shape: ModelShape, world_size: int | None, *, cuda: bool) -> list[Mistake]:

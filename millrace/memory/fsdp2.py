@@ -16,6 +16,7 @@ from millrace.memory.layers import (
     parameters,
     role_tokens,
     scoring_bytes,
+    seeing_bytes,
     vocabulary_parameters,
 )
 from millrace.memory.ledger import Ledger, Part, Phase, Prediction, fullest
@@ -201,8 +202,7 @@ class Fsdp2Memory:
         of the model, and for one image at a time."""
         if self.tower is None:
             return Ledger({})
-        patches = min(self.tower.most_patches, self.spec.data.max_prompt_tokens * self.tower.merge**2)
-        return Ledger({Part.ACTIVATIONS: self.tower.working_bytes(patches, self.policy.element)})
+        return Ledger({Part.ACTIVATIONS: seeing_bytes(self.spec, self.tower, self.policy.element)})
 
     def of_others(self, *, gradients: bool = False, moments: bool = True) -> Ledger:
         """What is kept for reference and critic. `gradients`: those of the critic, from its backward pass to its

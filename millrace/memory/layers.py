@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 from millrace.megatron.architectures.shape import ModelShape
+from millrace.spec import JobSpec
 from millrace.spec.trainer import Role, Trainer
+from millrace.towers import TowerShape
 
 Matrix = tuple[int, int]
 """Inputs and outputs of a linear layer."""
@@ -159,6 +161,12 @@ def head_bytes(vocabulary: float, hidden: int, chunk_tokens: float, element: int
 def scoring_bytes(vocabulary: float, chunk_tokens: float, element: int) -> float:
     """A chunk of logits: all that a pass without gradients takes."""
     return CHUNK_COPIES * chunk_tokens * vocabulary * element
+
+
+def seeing_bytes(spec: JobSpec, tower: TowerShape, element: int) -> float:
+    """Most bytes of the tower's forward pass for the largest image that a prompt may have."""
+    patches = min(tower.most_patches, spec.data.max_prompt_tokens * tower.merge**2)
+    return tower.working_bytes(patches, element)
 
 
 def role_tokens(trainer: Trainer, role: Role, tokens: int) -> int:

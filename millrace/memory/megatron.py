@@ -9,10 +9,19 @@ from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.rules import check
 from millrace.megatron.topology import Topology
 from millrace.memory.adapters import adapter_layers
-from millrace.memory.layers import KeptElements, head_bytes, kept_elements, layer_parameters, role_tokens, scoring_bytes
+from millrace.memory.layers import (
+    KeptElements,
+    head_bytes,
+    kept_elements,
+    layer_parameters,
+    role_tokens,
+    scoring_bytes,
+    seeing_bytes,
+)
 from millrace.memory.ledger import Ledger, Part, Phase, Prediction, fullest
 from millrace.memory.staging import sender_bytes, snapshot_bytes
 from millrace.spec import JobSpec
+from millrace.towers import MOST_KEPT, TowerShape
 
 FLOAT32 = 4
 HOST_COPIES = 2 * FLOAT32
@@ -144,9 +153,28 @@ class StageMemory:
         """Whether there is a reference beside the policy: with an adapter it is the policy."""
         return self.spec.algorithm.kl is not None and not self.adapted
 
+    @property
+    def tower(self) -> TowerShape | None:
+        """The tower of a job with images, on ranks of the first stage: frozen, in the dtype of passes, and whole."""
+        return None if self.spec.data.images is None or self.stage else self.shape.tower
+
+    def features(self) -> Ledger:
+        """What the tower made of images, which is kept up to a limit."""
+        return Ledger({} if self.tower is None else {Part.ACTIVATIONS: float(MOST_KEPT)})
+
+    def seeing(self, *, backward: bool) -> Ledger:
+        """What the tower's forward pass takes for the largest image that a prompt may have, one image at a time.
+        `backward`: with the activations of the micro-batches that other stages have meanwhile."""
+        if self.tower is None:
+            return Ledger({})
+        others = self.activations()[0] * (1 - 1 / self.options.pipeline_parallel) if backward else 0.0
+        return Ledger({Part.ACTIVATIONS: others + seeing_bytes(self.spec, self.tower, self.element)})
+
     def all_models(self, policy: Use, critic: Use, *, reference: bool = False) -> Ledger:
         """What is kept for all models while they are used for that; `reference`: whether the reference is used."""
         found = self.kept(policy)
+        if self.tower is not None:
+            found += Ledger({Part.WEIGHTS: self.element * self.tower.parameters})
         if self.has_reference:
             weights = {Part.REFERENCE: self.element * sum(self.counts(self.shape))}
             rests = self.reference().options.offload_reference and not reference
@@ -224,16 +252,19 @@ class StageMemory:
     def update(self) -> Iterator[Ledger]:
         """The moments of both updates that take most, the critic's before the policy's. The critic's gradients are kept
         until both are known to be finite."""
-        yield from (self.all_models(Use.TRAINED, Use.TRAINED) + passing for passing in self.backward())
+        kept = self.all_models(Use.TRAINED, Use.TRAINED) + self.features()
+        yield from (kept + passing for passing in (*self.backward(), self.seeing(backward=True)))
         if (critic := self.critic()) is not None:
             kept = self.all_models(self.policy_between, Use.TRAINED)
             yield from (kept + passing for passing in critic.backward())
 
     def scoring(self) -> Iterator[Ledger]:
         """The peaks of the forward passes of all models."""
-        yield self.all_models(Use.READ, Use.NONE) + self.forward()
+        kept = self.all_models(Use.READ, Use.NONE) + self.features()
+        yield from (kept + passing for passing in (self.forward(), self.seeing(backward=False)))
         if self.spec.algorithm.kl is not None:
-            yield self.all_models(Use.READ, Use.NONE, reference=True) + self.reference().forward()
+            kept = self.all_models(Use.READ, Use.NONE, reference=True) + self.features()
+            yield from (kept + passing for passing in (self.reference().forward(), self.seeing(backward=False)))
         if (critic := self.critic()) is not None:
             yield self.all_models(self.policy_between, Use.READ) + critic.forward()
 
@@ -271,7 +302,7 @@ def predict(spec: JobSpec, shape: ModelShape, ranks: int, tokens: int) -> Predic
     differ: the first one keeps the activations of most micro-batches, the last one has the head. Raises InvalidJob for
     options that the model or the number of ranks does not allow."""
     options = parse(spec.trainer.backend_options)
-    check(options, shape, ranks, cuda=True)
+    check(options, shape, ranks, cuda=True, images=spec.data.images is not None)
     topology = Topology(ranks, options)
     stages = [StageMemory(spec, topology, shape, stage, tokens) for stage in range(options.pipeline_parallel)]
     staging = Ledger({Part.STAGING: sender_bytes(spec, shape)}, {Part.STAGING: snapshot_bytes(spec, shape, ranks)})
@@ -279,5 +310,6 @@ def predict(spec: JobSpec, shape: ModelShape, ranks: int, tokens: int) -> Predic
         Phase.LOAD: fullest([stage.all_models(Use.NONE, Use.NONE) for stage in stages]),
         Phase.SCORING: fullest([moment for stage in stages for moment in stage.scoring()]),
         Phase.UPDATE: fullest([moment for stage in stages for moment in stage.update()]),
-        Phase.PUBLICATION: fullest([stage.all_models(Use.READ, Use.NONE) for stage in stages]) + staging,
+        Phase.PUBLICATION: fullest([stage.all_models(Use.READ, Use.NONE) + stage.features() for stage in stages])
+        + staging,
     }

@@ -340,7 +340,6 @@ def test_images_are_refused_with_what_was_not_shown_to_be_right_with_them():
     others = {
         "algorithm.critic": {},
         "rollout.environment": {"name": "games:Hunt"},
-        "trainer.backend": "megatron",
         "data.prompt_format": "text",
         "data.overlong_prompts": "truncate_left",
     }

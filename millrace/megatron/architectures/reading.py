@@ -47,7 +47,7 @@ def rope(config: Mapping[str, Any], kinds: tuple[str, ...] = ("default",), theta
     theta = stated.get("rope_theta") or config.get("rope_theta") or theta
     refuse_unless({**config, **stated}, "partial_rotary_factor", None, 1.0)
     if kind == "default":
-        return Rope(theta)
+        return Rope(theta, sections=tuple(map(int, stated.get("mrope_section") or ())))
     refuse_unless(stated, "attention_factor", None)
     refuse_unless(stated, "truncate", None, True)
     if not stated.get("mscale_all_dim"):
@@ -70,13 +70,13 @@ def rope(config: Mapping[str, Any], kinds: tuple[str, ...] = ("default",), theta
 
 
 def partial_rope(config: Mapping[str, Any]) -> Rope:
-    """The positions of a model of which only a part of each head has some. Raises KeyError if the part is not
-    stated, and InvalidJob as `rope` does."""
+    """The positions of a model of which only a part of each head has some, and of which the axes of images take turns.
+    Raises KeyError if the part is not stated, and InvalidJob as `rope` does."""
     stated = config.get("rope_parameters") or {}
     part = stated["partial_rotary_factor"] if "partial_rotary_factor" in stated else config["partial_rotary_factor"]
     plain = {**stated, "partial_rotary_factor": 1.0}
     whole = rope({**config, "partial_rotary_factor": 1.0, "rope_parameters": plain})
-    return replace(whole, fraction=float(part))
+    return replace(whole, fraction=float(part), interleaved=True)
 
 
 def recurrence(config: Mapping[str, Any], *, by_key_head: bool = False) -> Recurrence | None:

@@ -52,7 +52,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding. All fields but `theta`, `kind` and `fraction` are for yarn only."""
+    """Rotary position embedding. `factor` to `mscale_all_dim` are for yarn only."""
 
     theta: float
     kind: Literal["default", "yarn"] = "default"
@@ -64,6 +64,19 @@ class Rope:
     mscale_all_dim: float = 0.0
     fraction: float = 1.0
     """Part of the dimensions of a head that get positions: the first ones."""
+    sections: tuple[int, ...] = ()
+    """Of a model for images: how many of a head's frequencies turn by the time, the height and the width of a token."""
+    interleaved: bool = False
+    """Whether these frequencies take turns. Otherwise those of time are the first ones, and those of width the last."""
+
+    def axes(self) -> list[int]:
+        """For each frequency of a head the axis that it turns by: 0 for time, 1 for height, 2 for width."""
+        if not self.interleaved:
+            return [axis for axis, count in enumerate(self.sections) for _ in range(count)]
+        found = [0] * sum(self.sections)
+        for axis in (1, 2):
+            found[axis : 3 * self.sections[axis] : 3] = [axis] * len(found[axis : 3 * self.sections[axis] : 3])
+        return found
 
 
 @dataclass(frozen=True)

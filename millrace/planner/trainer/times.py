@@ -93,7 +93,7 @@ class Trainer:
 
     def images(self) -> float:
         """FLOPs of the tower for the images of a step on one rank. Answers to a prompt go to any rank, and ranks that
-        share a micro-batch each see all of its images."""
+        share a micro-batch each see all of its images; of pipeline stages only the first one does."""
         if self.shape.tower is None:
             return 0.0
         seen = self.work.prompts * (1 - (1 - 1 / self.layout.data) ** self.work.samples)
@@ -235,7 +235,8 @@ def training_times(trainer: Trainer) -> TrainingTimes:
     if passes.policy or passes.reference:
         scoring = added([scoring, trainer.seeing()])
     else:
-        update, images = added([update, trainer.seeing()]), trainer.images() * trainer.layout.gpus
+        update = added([update, trainer.seeing()])
+        images = trainer.images() * (trainer.layout.gpus // trainer.layout.pipeline)
     policy = update
     if passes.values:
         critic = replace(trainer, shape=trainer.shape.as_critic(), lora=None)

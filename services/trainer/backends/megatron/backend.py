@@ -43,6 +43,7 @@ from services.trainer.backends.megatron.published import (
     state,
 )
 from services.trainer.backends.megatron.schedule import Pipeline
+from services.trainer.backends.tower import Images, Tower
 from services.trainer.protocol.backend import Critic, DataParallel, LossFn, Output, TokenScores
 from services.trainer.protocol.local_tensors import LocalBoxes, NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch
@@ -59,6 +60,8 @@ class ModelSetup:
     device: torch.device
     adapter: AdapterPlan | None = None
     """The adapter that is trained in place of the weights; None if these are trained."""
+    images: Images | None = None
+    """In a job with images; the tower on ranks of the first stage."""
 
     @property
     def options(self) -> MegatronOptions:
@@ -110,7 +113,7 @@ class MegatronBackend:
         self._fill(self._chunks, self._updater)
         if setup.adapter is not None:
             self._fill_adapter(setup.adapter)
-        self._policy = Pipeline(wrapped, setup.options, self.device)
+        self._policy = Pipeline(wrapped, setup.options, self.device, setup.images)
         self._reference: ReferencePolicy | None = None
         if spec.algorithm.kl is not None and self.adapter is None:
             chunks = self._build_chunks(dtype, train_router=False)
@@ -223,18 +226,24 @@ class MegatronBackend:
         policy = [tensor for chunk in self._chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
         if self._resting is not None:
             policy += self._resting.host_copies
-        trained = self._updater.held()
+        trained, tower = self._updater.held(), [] if self._tower is None else self._tower.weights
         if self.adapter is not None:
             adapter = [tensor for tensor in policy if tensor.requires_grad]
             frozen = [tensor for tensor in policy if not tensor.requires_grad]
             return {
-                Part.WEIGHTS: frozen,
+                Part.WEIGHTS: [*frozen, *tower],
                 Part.ADAPTER: [*adapter, *(each for part in trained.values() for each in part)],
             }
         reference = [] if self._reference is None else self._reference.tensors()
-        return {Part.WEIGHTS: policy, **trained, Part.REFERENCE: reference}
+        return {Part.WEIGHTS: [*policy, *tower], **trained, Part.REFERENCE: reference}
 
-    tower_flops = 0.0
+    @property
+    def _tower(self) -> Tower | None:
+        return self._setup.images if isinstance(self._setup.images, Tower) else None
+
+    @property
+    def tower_flops(self) -> float:
+        return 0.0 if self._tower is None else self._tower.flops
 
     def metrics(self) -> dict[str, float]:
         return self._last_expert_metrics
@@ -269,7 +278,8 @@ class MegatronBackend:
 
     def _build_chunks(self, dtype: torch.dtype, *, train_router: bool) -> list[Policy]:
         shape, options = self._setup.shape, self._setup.options
-        config = configuration(shape, options, dtype, dispatcher=dispatcher(options, hosts_of_ranks()))
+        images, chosen = self._setup.images is not None, dispatcher(options, hosts_of_ranks())
+        config = configuration(shape, options, dtype, dispatcher=chosen, images=images)
         chunks = build_chunks(ChunkPlan(shape, self._setup.topology, config, self.device))
         for chunk, placements in zip(chunks, self._layout, strict=True):
             _check_layout(chunk, placements)
@@ -332,7 +342,7 @@ class ReferencePolicy:
 
     def __init__(self, chunks: list[Policy], setup: ModelSetup) -> None:
         self._modules = nn.ModuleList(chunks).requires_grad_(False).eval()
-        self._pipeline = Pipeline(chunks, setup.options, setup.device)
+        self._pipeline = Pipeline(chunks, setup.options, setup.device, setup.images)
         self._device = setup.device
         self._rest_device = torch.device("cpu") if setup.options.offload_reference else setup.device
         self._modules.to(self._rest_device)

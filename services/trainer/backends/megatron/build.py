@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from millrace.backends.megatron import MegatronOptions, Recompute, parse
+from millrace.data.pictures import Pictures
 from millrace.errors import InvalidState
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.rules import check
@@ -21,6 +22,7 @@ from services.trainer.backends.megatron.cpu import patch_megatron
 from services.trainer.backends.megatron.critic import build_critic
 from services.trainer.backends.megatron.model.layers import layers
 from services.trainer.backends.recurrence import check_kernels
+from services.trainer.backends.tower import Images, Tower
 from services.trainer.ranks import collectives
 
 
@@ -70,7 +72,8 @@ def build(spec: JobSpec, device: torch.device) -> MegatronBackend:
     with collectives.fail_together():
         options = _options(spec)
         shape = read_shape(Path(spec.model.path))
-        check(options, shape, dist.get_world_size(), cuda=device.type == "cuda")
+        images = spec.data.images is not None
+        check(options, shape, dist.get_world_size(), cuda=device.type == "cuda", images=images)
         if shape.recurrence is not None:
             check_kernels(device.type, spec.model.path, "model.path")
         adapter = None
@@ -78,13 +81,25 @@ def build(spec: JobSpec, device: torch.device) -> MegatronBackend:
             adapter = AdapterPlan.of(spec.model.lora, shape, layers(), options, spec.trainer.seed)
     topology = Topology(dist.get_world_size(), options)
     initialize(topology, seed=spec.trainer.seed, timeout=COLLECTIVE)
-    setup = ModelSetup(shape, topology, device, adapter)
+    with collectives.fail_together():
+        setup = ModelSetup(shape, topology, device, adapter, _images(spec, device) if images else None)
     backend = MegatronBackend(spec, setup)
     if spec.algorithm.critic is not None:
         as_critic = spec.model_copy(update={"trainer": spec.trainer.of("critic")})
         own = replace(setup, topology=replace(topology, options=_options(as_critic)))
         backend.critic = build_critic(as_critic, own)
     return backend
+
+
+def _images(spec: JobSpec, device: torch.device) -> Images:
+    """The images of a job's prompts: on ranks of the first stage with the tower. Raises InvalidJob and InvalidState."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(spec.model.path, trust_remote_code=spec.model.trust_remote_code)
+    pictures = Pictures.of_folder(spec.model.path)
+    if parallel_state.is_pipeline_first_stage(ignore_virtual=True):
+        return Tower(spec.model, config, pictures, getattr(torch, spec.trainer.dtype), device)
+    return Images(spec.model, config, pictures)
 
 
 def _options(spec: JobSpec) -> MegatronOptions:

@@ -7,34 +7,19 @@ activations routes the same in both passes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from millrace.megatron.architectures.shape import ExpertShape
-from services.trainer.backends.recurrence import Segments
+from services.trainer.backends.megatron.packing import PackedTokens
 from services.trainer.protocol.microbatch import MicroBatch
-
-
-@dataclass
-class PackedTokens(PackedSeqParams):  # type: ignore[misc]  # megatron has no types
-    """Megatron's description of packed sequences, with the engine's choices of experts for the tokens of this rank."""
-
-    experts_ltk: Tensor | None = None
-    """int [MoE layers of the model, tokens, experts per token]; negative where the engine reported nothing."""
-
-    @cached_property
-    def segments(self) -> Segments:
-        """The sequences in padded buckets, for layers that compute each apart."""
-        return Segments.of(self.cu_seqlens_q.diff().tolist(), self.cu_seqlens_q.device)
 
 
 class ReplayedChoice:

@@ -9,12 +9,59 @@ attention kernels write all of their output.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from services.trainer.backends.megatron.experts import PackedTokens
+from services.trainer.backends.recurrence import Segments
+from services.trainer.backends.tower import Images, Tower
 from services.trainer.protocol.microbatch import MicroBatch
+
+
+@dataclass(frozen=True)
+class SeenBatch:
+    """A micro-batch of a job with images. What its images give to the model is computed when a stage asks for it."""
+
+    images: Images
+    """The tower on ranks of the first stage."""
+    batch: MicroBatch
+    tokens: int
+    """Number of tokens with those that pad the micro-batch."""
+    device: torch.device
+
+    def features(self) -> tuple[Tensor, Tensor] | None:
+        """For the first stage the places of the images' tokens, int64 [N], and their features, [N, H]; None if there
+        are no images."""
+        assert isinstance(self.images, Tower), "only the first stage has the tower"
+        if not self.batch.images:
+            return None
+        places_n, features_fnh = self.images.features(self.batch)
+        return places_n, features_fnh[0]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Positions by time, height and width, int64 [3, 1, P]."""
+        by_axis_3p = self.images.positions(self.batch)[1:]
+        return F.pad(by_axis_3p, (0, self.tokens - by_axis_3p.shape[1]))[:, None].to(self.device)
+
+
+@dataclass
+class PackedTokens(PackedSeqParams):  # type: ignore[misc]  # megatron has no types
+    """Megatron's description of packed sequences, with what more the layers of this rank are to know of its tokens."""
+
+    experts_ltk: Tensor | None = None
+    """The engine's choices of experts, int [MoE layers of the model, tokens, experts per token]; negative where the
+    engine reported nothing."""
+    seen: SeenBatch | None = None
+    """In a job with images."""
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The sequences in padded buckets, for layers that compute each apart."""
+        return Segments.of(self.cu_seqlens_q.diff().tolist(), self.cu_seqlens_q.device)
 
 
 @dataclass(frozen=True)
@@ -38,9 +85,16 @@ class PackedBatch:
 
 
 def pack(
-    batch: MicroBatch, *, multiple: int, context_rank: int, context_size: int, device: torch.device
+    batch: MicroBatch,
+    *,
+    multiple: int,
+    context_rank: int,
+    context_size: int,
+    device: torch.device,
+    images: Images | None = None,
 ) -> PackedBatch:
-    """Packs a micro-batch for this rank. The number of tokens on a rank is a multiple of `multiple`."""
+    """Packs a micro-batch for this rank. The number of tokens on a rank is a multiple of `multiple`. `images`: of a job
+    with images, which has no context parallelism."""
     unit = 2 * context_size if context_size > 1 else 1
     padded = [-(-length // unit) * unit for length in batch.lengths]
     rest = -sum(padded) % (multiple * unit)
@@ -55,6 +109,7 @@ def pack(
     others_rk = None if batch.others_rk is None else batch.others_rk.to(device)
     if context_size == 1:
         parameters.experts_ltk = experts_ltk
+        parameters.seen = None if images is None else SeenBatch(images, batch, len(tokens), device)
         positions_r, targets_r = asked_r.to(device), batch.targets_r.to(device)
         alone = (len(asked_r),)
         return PackedBatch(tokens.to(device), parameters, positions_r, targets_r, None, alone, others_rk)

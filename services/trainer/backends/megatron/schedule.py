@@ -15,6 +15,7 @@ from millrace.errors import InvalidState
 from services.trainer.backends.head import WantedTokens, gather_scores
 from services.trainer.backends.megatron.experts import free_dispatchers
 from services.trainer.backends.megatron.packing import PackedBatch, pack
+from services.trainer.backends.tower import Images
 from services.trainer.protocol.microbatch import MicroBatch
 
 ScoreFn = Callable[[int, Tensor], Tensor]
@@ -29,6 +30,8 @@ class Pipeline:
     chunks: Sequence[nn.Module]
     options: MegatronOptions
     device: torch.device
+    images: Images | None = None
+    """In a job with images; the tower on ranks of the first stage."""
 
     def backward(self, microbatches: Sequence[MicroBatch], score: ScoreFn, *, temperature: float) -> list[Tensor]:
         """Adds the gradient of the sum of the losses over micro-batches and data-parallel ranks. Returns the scores of
@@ -92,6 +95,7 @@ class Pipeline:
             context_rank=parallel_state.get_context_parallel_rank(),
             context_size=self.options.context_parallel,
             device=self.device,
+            images=self.images,
         )
 
     def _on_every_stage(self, scored: list[Tensor], microbatches: Sequence[MicroBatch]) -> list[Tensor]:

@@ -16,10 +16,11 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from millrace.megatron.architectures.shape import ModelShape
+from millrace.megatron.architectures.shape import ModelShape, Rope
 from millrace.megatron.topology import Topology
 from services.trainer.backends.head import VocabularyPart, WantedTokens, scores
 from services.trainer.backends.megatron.model.layers import block
+from services.trainer.backends.megatron.packing import PackedTokens
 
 
 class RestingParameters:
@@ -82,6 +83,23 @@ class ChunkPlan:
     device: torch.device
 
 
+class AxisPositions(nn.Module):
+    """Rotary positions of which each frequency turns by the time, the height or the width of a token. Megatron's own
+    have one order of the frequencies, and Qwen3.5 the other."""
+
+    def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
+        super().__init__()
+        dim = int(head_dim * rope.fraction)
+        even_f = torch.arange(0, dim, 2, dtype=torch.float32, device=device)
+        self.frequencies_f = 1.0 / rope.theta ** (even_f / dim)
+        self.axes_f = torch.tensor(rope.axes(), device=device)
+
+    def forward(self, positions: Tensor, *sections: Any, **unused: Any) -> Tensor:
+        """Angles for positions [3, 1, P], float32 [P, 1, 1, 2 · frequencies]."""
+        angles_pf = positions[self.axes_f, 0].t() * self.frequencies_f
+        return torch.cat([angles_pf, angles_pf], 1)[:, None, None]
+
+
 class Policy(GPTModel):  # type: ignore[misc]  # megatron has no types
     """GPT whose `labels` are `WantedTokens`: then the last stage gives what `head.scores` does, float32 [2 + K, R].
     Without them it gives logits [1, P, vocabulary part], as GPT does."""
@@ -99,15 +117,48 @@ class Policy(GPTModel):  # type: ignore[misc]  # megatron has no types
             pre_process=stage == 0 and chunk == 0,
             post_process=stage == options.pipeline_parallel - 1 and chunk == options.virtual_pipeline - 1,
             share_embeddings_and_output_weights=shape.tied,
-            position_embedding_type="rope",
+            position_embedding_type="rope" if plan.config.mrope_section is None else "mrope",
             rotary_base=shape.rope.theta,
             rotary_percent=shape.rope.fraction,
             vp_stage=chunk if several else None,
         )
         self.chunk_tokens = options.logprob_chunk_tokens
         self.vocabulary = _vocabulary(shape, options.tensor_parallel)
+        if plan.config.mrope_section is not None:
+            self.rotary_pos_emb = AxisPositions(shape.rope, shape.head_dim, plan.device)
         if shape.latent is not None:
             self._set_latent_norms(shape.latent.norm_epsilon)
+
+    def _preprocess(
+        self,
+        *,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        decoder_input: Tensor | None = None,
+        packed_seq_params: PackedTokens | None = None,
+        **rest: Any,
+    ) -> Any:
+        if packed_seq_params is not None and (seen := packed_seq_params.seen) is not None:
+            # The features come first: the tower notes the grids of images, of which the positions are made.
+            if self.pre_process and (shown := seen.features()) is not None:
+                embedded = self.embedding(input_ids=input_ids, position_ids=None)
+                decoder_input = self._with_images(embedded, *shown)
+            position_ids = seen.positions
+        return super()._preprocess(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            decoder_input=decoder_input,
+            packed_seq_params=packed_seq_params,
+            **rest,
+        )
+
+    def _with_images(self, embedded_p1h: Tensor, places_n: Tensor, features_nh: Tensor) -> Tensor:
+        """The embeddings of this rank's tokens, with the features of images in their places."""
+        if self.config.sequence_parallel:
+            first = embedded_p1h.shape[0] * parallel_state.get_tensor_model_parallel_rank()
+            mine_n = (places_n >= first) & (places_n < first + embedded_p1h.shape[0])
+            places_n, features_nh = places_n[mine_n] - first, features_nh[mine_n]
+        return embedded_p1h.index_copy(0, places_n, features_nh[:, None].to(embedded_p1h.dtype))
 
     def _postprocess(self, *, hidden_states: Tensor, labels: WantedTokens | None = None, **rest: Any) -> Tensor:
         if labels is None or not self.post_process:

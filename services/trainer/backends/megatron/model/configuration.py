@@ -15,9 +15,15 @@ from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, 
 
 
 def configuration(
-    shape: ModelShape, options: MegatronOptions, dtype: torch.dtype, *, dispatcher: str = "alltoall"
+    shape: ModelShape,
+    options: MegatronOptions,
+    dtype: torch.dtype,
+    *,
+    dispatcher: str = "alltoall",
+    images: bool = False,
 ) -> TransformerConfig:
-    """The configuration. `dispatcher`: alltoall, or deepep if that works, see `experts.dispatch`."""
+    """The configuration. `dispatcher`: alltoall, or deepep if that works, see `experts.dispatch`. `images`: tokens have
+    positions by time, height and width."""
     cuda = torch.cuda.is_available()
     fields: dict[str, Any] = {
         **_sizes(shape),
@@ -31,7 +37,9 @@ def configuration(
         "use_cpu_initialization": not cuda,
         "bias_activation_fusion": cuda,
         "bias_dropout_fusion": cuda,
-        "apply_rope_fusion": cuda and shape.latent is None,
+        # The fused kernel counts positions from the first token of each sequence.
+        "apply_rope_fusion": cuda and shape.latent is None and not images,
+        "mrope_section": list(shape.rope.sections) if images else None,
     }
     if shape.experts is not None:
         fields |= _experts(shape.experts, options, dispatcher, cuda)

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from millrace.megatron.architectures.shape import Recurrence
-from services.trainer.backends.megatron.experts import PackedTokens
+from services.trainer.backends.megatron.packing import PackedTokens
 
 FUNCTIONS = "transformers.models.qwen3_5.modeling_qwen3_5"
 """The module with the functions of the convolution and the recurrence, which takes seconds to import."""

@@ -83,6 +83,54 @@ def _passed(world: World, file: Path, case: Case) -> dict[str, Any]:
     return {"logprobs": logprobs.tolist(), "weights": measured(backend).device[Part.WEIGHTS]}
 
 
+def images(world: World, folder: Path, cases: dict[str, Case]) -> dict[str, Any]:
+    """Each case: the log-probabilities of sequences with images, by row, of policy and reference, and a file of the
+    gradients. With `lora` three updates come before, from the adapter in NAME/start to the one in NAME/saved, and the
+    file has the merged weights. And of each rank the bytes of its weights and the FLOPs of its tower."""
+    return {name: _seen(world, folder / f"{name}.safetensors", case) for name, case in cases.items()}
+
+
+def _seen(world: World, file: Path, case: Case) -> dict[str, Any]:
+    from tests.services.trainer.backends.fsdp2.test_images import drawn
+    from tests.services.trainer.backends.fsdp2.test_recurrent import loss
+
+    backend: Any = build(image_job(case), world.device)
+    samples, parallel = drawn(Path(case["model"])), backend.data_parallel
+    # The second of two data-parallel ranks has no image.
+    mine = [[0, 2], [1, 3]] if parallel.size == 1 else [[2]] if parallel.rank else [[0, 1, 3]]
+    batches = [MicroBatch.pack(samples, rows) for rows in mine]
+    if backend.adapter is not None:
+        write_adapter(file.with_suffix("") / "start", backend.adapter, Path(case["model"]))
+        for _ in range(3):
+            backend.forward_backward(batches, loss, temperature=1.0)
+            backend.optimizer_step(lr=5e-3, gradient_scale=1.0)
+        write_adapter(file.with_suffix("") / "saved", backend.adapter, Path(case["model"]))
+        _write(backend, file, "float32")
+        logprobs = backend.logprobs(batches, temperature=1.0)
+    else:
+        logprobs = backend.forward_backward(batches, loss, temperature=1.0)
+        gradients = [{name: p.main_grad for name, p in chunk.named_parameters()} for chunk in backend._chunks]
+        whole = {info.name: each for info, each in backend._gather_plan.export(gradients, "float32", world.device)}
+        if world.rank == 0:
+            save_file(whole, file)
+        backend.abandon_pass()
+    reference = backend.logprobs(batches, temperature=1.0, reference=True)
+    held = {"weights": measured(backend).device[Part.WEIGHTS], "flops": backend.tower_flops}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, held)
+    found = {"logprobs": _by_row(backend, batches, logprobs), "reference": _by_row(backend, batches, reference)}
+    return {**found, "held": everyone}
+
+
+def image_job(case: Case) -> JobSpec:
+    from tests.services.trainer.backends.fsdp2.test_images import DATA
+    from tests.services.trainer.groups import job_spec
+
+    trainer = {"token_budget": 2048, "backend": "megatron", "backend_options": case["options"]}
+    spoken = {"data": DATA, "algorithm": {"kl": {"name": "k3"}}, "trainer": trainer}
+    return job_spec(Path(case["model"]), model={"lora": case.get("lora")}, **spoken)
+
+
 def refused(world: World, folder: Path, cases: dict[str, Case]) -> dict[str, str]:
     """What is wrong with each case."""
     found = {}
