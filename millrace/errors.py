@@ -161,5 +161,5 @@ class PartialOutOfMemory(OutOfMemory):
 
 
 class PartialStep(MillraceError):
-    """A training step failed after some of its updates were written. The weights belong to no version and are given
-    up; the job resumes from its last checkpoint."""
+    """A training step failed after some of its updates were written, or a copy of the state while it was put in place.
+    The weights belong to no version and are given up; the job resumes from its last checkpoint."""

@@ -121,6 +121,7 @@ RULES: Mapping[str, Rule] = {
     "message_bytes": _between(0, 1 << 40),
     "RegisterRequest.partition": NAME,
     "TailLogRequest.lines": _between(0, 200),
+    "CopyStateRequest.receivers": _at_most(MOST_HOSTS),
     "MemberUsage.hosts": _at_most(MOST_HOSTS),
     "MemberUsage.gpus": _at_most(MOST_GPUS),
 }
@@ -137,6 +138,8 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     "SaveRequest": ("path",),
     "FinishSaveRequest": ("path",),
     "LoadRequest": ("path",),
+    "CopyStateRequest": ("receivers",),
+    "ReceiveStateRequest": ("rendezvous",),
     "LeaseRef": ("job_id", "lease_id"),
     "PublicationRef": ("job_id",),
 }

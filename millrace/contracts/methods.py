@@ -247,6 +247,18 @@ class TrainerRpc:
         trainer_pb2.LoadRequest,
         trainer_pb2.LoadResponse,
     )
+    CopyState = Unary(
+        "millrace.v1.Trainer",
+        "CopyState",
+        trainer_pb2.CopyStateRequest,
+        trainer_pb2.CopyStateResponse,
+    )
+    ReceiveState = Unary(
+        "millrace.v1.Trainer",
+        "ReceiveState",
+        trainer_pb2.ReceiveStateRequest,
+        trainer_pb2.ReceiveStateResponse,
+    )
     GetStatus = Unary(
         "millrace.v1.Trainer",
         "GetStatus",

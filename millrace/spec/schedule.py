@@ -104,7 +104,7 @@ class Deadlines(StrictModel):
     publication_s: Seconds = 300.0
     """Transferring new weights and verifying them."""
     save_s: Seconds = 3600.0
-    """Writing one checkpoint."""
+    """Writing one checkpoint, or copying the state to a trainer that stands by."""
     no_replica_s: Seconds = 1800.0
     """How long a job waits without any replica before it fails."""
 
@@ -122,6 +122,8 @@ class Deadlines(StrictModel):
             "Trainer/TransferPublication": self.publication_s,
             "Trainer/Save": self.save_s,
             "Trainer/FinishSave": self.save_s + FINISH_S,
+            "Trainer/CopyState": self.save_s,
+            "Trainer/ReceiveState": self.save_s + FINISH_S,
         }
 
 

@@ -47,6 +47,8 @@ DEADLINES_S: dict[str, float] = {
     "Trainer/Save": 3600.0,  # deadlines.save_s
     "Trainer/FinishSave": 3660.0,  # deadlines.save_s + FINISH_S
     "Trainer/Load": 1800.0,  # deadlines.configure_s
+    "Trainer/CopyState": 3600.0,  # deadlines.save_s
+    "Trainer/ReceiveState": 3660.0,  # deadlines.save_s + FINISH_S
     "Trainer/GetStatus": 5.0,
     "Health/Check": 5.0,
 }

@@ -28,8 +28,7 @@ from millrace.wire.address import (
 )
 from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.publication.sender import Sender
-from services.trainer.ranks.commands import CommandLoop, CommandSender
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import CommandLoop, CommandSender, ControlThread
 from services.trainer.ranks.heartbeats import Heartbeats
 from services.trainer.ranks.world import World
 from services.trainer.service.rank_zero import RankZero

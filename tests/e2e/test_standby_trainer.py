@@ -70,6 +70,7 @@ class Job:
     def kill(self, instant: Instant) -> None:
         """Has the trainer in the seat kill itself, once another one holds a state after the last checkpoint."""
         until("a trainer stands by", self._stands_by, 120)
+        assert not (self.folder / "killed" / "standby").exists(), "the state went over the disk"
         lost, (method, after, _) = len(self._events("trainer.lost")), MOMENTS[instant.moment]
         whole = json.dumps({"method": method, "after": after, "delay_s": instant.delay_s})
         (self.folder / "doom.new").write_text(whole)

@@ -9,7 +9,7 @@ import torch
 from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.errors import OutOfMemory
 from services.trainer.publication.sender import Sender
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread
 from services.trainer.ranks.world import World
 from services.trainer.service.worker import Worker
 from tests.models import save_tiny_model

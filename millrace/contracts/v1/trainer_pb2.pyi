@@ -291,6 +291,44 @@ class LoadResponse(_message.Message):
     version: int
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
+class CopyStateRequest(_message.Message):
+    __slots__ = ("job_id", "version", "receivers")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RECEIVERS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    version: int
+    receivers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job_id: _Optional[str] = ..., version: _Optional[int] = ..., receivers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class CopyStateResponse(_message.Message):
+    __slots__ = ("version", "seconds", "rendezvous")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    seconds: float
+    rendezvous: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Rendezvous]
+    def __init__(self, version: _Optional[int] = ..., seconds: _Optional[float] = ..., rendezvous: _Optional[_Iterable[_Union[_weights_pb2.Rendezvous, _Mapping]]] = ...) -> None: ...
+
+class ReceiveStateRequest(_message.Message):
+    __slots__ = ("job_id", "configuration", "version", "rendezvous")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    configuration: str
+    version: int
+    rendezvous: _weights_pb2.Rendezvous
+    def __init__(self, job_id: _Optional[str] = ..., configuration: _Optional[str] = ..., version: _Optional[int] = ..., rendezvous: _Optional[_Union[_weights_pb2.Rendezvous, _Mapping]] = ...) -> None: ...
+
+class ReceiveStateResponse(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
 class TrainerStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -84,6 +84,16 @@ class TrainerStub(object):
                 request_serializer=millrace_dot_v1_dot_trainer__pb2.LoadRequest.SerializeToString,
                 response_deserializer=millrace_dot_v1_dot_trainer__pb2.LoadResponse.FromString,
                 _registered_method=True)
+        self.CopyState = channel.unary_unary(
+                '/millrace.v1.Trainer/CopyState',
+                request_serializer=millrace_dot_v1_dot_trainer__pb2.CopyStateRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_trainer__pb2.CopyStateResponse.FromString,
+                _registered_method=True)
+        self.ReceiveState = channel.unary_unary(
+                '/millrace.v1.Trainer/ReceiveState',
+                request_serializer=millrace_dot_v1_dot_trainer__pb2.ReceiveStateRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_trainer__pb2.ReceiveStateResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/millrace.v1.Trainer/GetStatus',
                 request_serializer=millrace_dot_v1_dot_trainer__pb2.TrainerStatusRequest.SerializeToString,
@@ -181,6 +191,24 @@ class TrainerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CopyState(self, request, context):
+        """Begins to send the state to trainers that stand by, from memory to memory. Returns as soon as training can continue:
+        the state is copied to host memory by then. A copy that does not arrive is dropped. ABORTED (Fenced) if the trainer
+        holds another version.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReceiveState(self, request, context):
+        """Of a trainer that stands by: receives the state that CopyState sends, and puts it in place once all ranks hold all
+        of it. After a failure it holds what it held before. DATA_LOSS (PartialStep): it then holds no job. ABORTED (Fenced)
+        if it holds the job from another loading. Repeated for the version that it holds it is answered at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -239,6 +267,16 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.Load,
                     request_deserializer=millrace_dot_v1_dot_trainer__pb2.LoadRequest.FromString,
                     response_serializer=millrace_dot_v1_dot_trainer__pb2.LoadResponse.SerializeToString,
+            ),
+            'CopyState': grpc.unary_unary_rpc_method_handler(
+                    servicer.CopyState,
+                    request_deserializer=millrace_dot_v1_dot_trainer__pb2.CopyStateRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_trainer__pb2.CopyStateResponse.SerializeToString,
+            ),
+            'ReceiveState': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReceiveState,
+                    request_deserializer=millrace_dot_v1_dot_trainer__pb2.ReceiveStateRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_trainer__pb2.ReceiveStateResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -516,6 +554,60 @@ class Trainer(object):
             '/millrace.v1.Trainer/Load',
             millrace_dot_v1_dot_trainer__pb2.LoadRequest.SerializeToString,
             millrace_dot_v1_dot_trainer__pb2.LoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CopyState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Trainer/CopyState',
+            millrace_dot_v1_dot_trainer__pb2.CopyStateRequest.SerializeToString,
+            millrace_dot_v1_dot_trainer__pb2.CopyStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReceiveState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Trainer/ReceiveState',
+            millrace_dot_v1_dot_trainer__pb2.ReceiveStateRequest.SerializeToString,
+            millrace_dot_v1_dot_trainer__pb2.ReceiveStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

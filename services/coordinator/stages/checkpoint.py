@@ -86,11 +86,11 @@ async def give_way(run: Run) -> None:
 
 async def save_before_it_leaves(run: Run) -> None:
     """Has a trainer that drains save the step that it holds, whatever `schedule.save_every_steps` says, and waits for
-    that: the next one goes on from there. Not where one that stands by has that step. Raises TrainerLost if the trainer
-    is gone before."""
+    that: the next one goes on from there. Not where one that stands by has loaded that step from the disk. Raises
+    TrainerLost if the trainer is gone before."""
     await recover(run)
     job = run.job
-    if job.step in (0, job.checkpoint_step) or (run.standby.ready and (await newest_state(run))[0] == job.version):
+    if job.step in (0, job.checkpoint_step) or (run.standby.held and (await newest_state(run))[0] == job.version):
         return
     status = await run.components.trainer.status()
     if (status.job_id, status.configuration, status.version) != (job.id, job.configuration, job.version):

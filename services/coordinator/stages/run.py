@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Self
 
+from millrace.contracts.v1 import trainer_pb2
 from millrace.data import Order, PromptSource
 from millrace.errors import InvalidState, Unavailable
 from millrace.events import Payload
-from millrace.ids import Purpose, Version
+from millrace.ids import MemberId, Purpose, Version
 from millrace.rest import JobState
 from millrace.spec.job import JobSpec
 from millrace.spec.pool import ROLLOUT
@@ -126,10 +127,14 @@ EVALUATING = "evaluating"
 class Standby:
     """What the job's loop and the task that serves the trainers that stand by know of each other."""
 
-    ready: bool = False
-    """Whether one that stands by holds the job."""
+    held: dict[MemberId, Version] = field(default_factory=dict)
+    """The version that each of them holds; those that do not hold the job are left out."""
     begun: str = ""
     """The folder with the state that the trainer writes for them; empty if it writes none."""
+    copies: dict[MemberId, trainer_pb2.ReceiveStateRequest] = field(default_factory=dict)
+    """The copies that the trainer sends, by who receives them."""
+    by_disk_until: dict[MemberId, Version] = field(default_factory=dict)
+    """Those to which a copy could not be sent, and the version from which on that is tried again."""
 
 
 class Run:

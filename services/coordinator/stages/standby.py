@@ -1,9 +1,11 @@
 """Keeps other trainers ready to take the seat.
 
 A trainer that stands by holds the job from a loading of its own, which is named after that of the trainer in the seat.
-After a step that one writes its state, as for a checkpoint, and those that stand by load it. What they hold is thus the
-state after a finished step, or nothing: a state that was not written completely has no name yet. If the seat is free,
-the next trainer goes on from the newest state that was written.
+After a step the trainer in the seat sends it its state, from memory to memory. A trainer with another number of ranks,
+or one that a copy did not reach, gets the state over the disk: it is written as for a checkpoint, and loaded there.
+What those that stand by hold is thus the state after a finished step, or nothing: a copy is put in place once it is
+complete, and a state that was not written completely has no name yet. If the seat is free, the next trainer goes on
+from what it holds, or from the newest state on the disk if that is newer.
 """
 
 import asyncio
@@ -24,6 +26,8 @@ from services.coordinator.state.bell import waited
 from services.coordinator.state.member import Member, Unconfigured
 
 log = structlog.get_logger(__name__)
+BY_DISK_STEPS = 8
+"""Steps for which one that a copy did not reach gets the state over the disk, before a copy is sent again."""
 
 
 def stood_by(run: Run, status: trainer_pb2.TrainerStatus) -> bool:
@@ -35,25 +39,84 @@ def stood_by(run: Run, status: trainer_pb2.TrainerStatus) -> bool:
 
 
 async def copy_to_standbys(run: Run) -> None:
-    """Begins to write the trainer's state for those that stand by, unless there are none, or something is being written
-    already. Raises TrainerLost."""
+    """Begins to copy the trainer's state to those that stand by, unless the copy before is still under way. The job
+    waits only until the state is in the trainer's host memory. Raises TrainerLost."""
     if run.standing_by is not None and run.standing_by.done():
         run.standing_by.result()
+    if run.done or not run.standby.held:
+        return
+    started = time.monotonic()
+    if any([await _send(run), await _write(run)]):
+        run.components.fleet.bell.ring()
+        await run.add_to_row({STANDBY_COPY: time.monotonic() - started})
+
+
+async def _send(run: Run) -> bool:
+    """Has the trainer send its state to those that can receive it, unless it still does so. Answers whether it has
+    begun."""
+    standby, job = run.standby, run.job
+    receivers = [
+        member for member in _holders(run) if _in_memory(run, member) and standby.held[member.id] < job.version
+    ]
+    if not receivers or standby.copies:
+        return False
+    request = trainer_pb2.CopyStateRequest(
+        job_id=job.id, version=job.version, receivers=[member.id for member in receivers]
+    )
+    try:
+        async with run.components.trainer.turn:
+            answer = await run.components.trainer.call(TrainerRpc.CopyState, request)
+    except InvalidState as error:
+        for member in receivers:
+            _dropped(run, member, job.version, error)
+        return False
+    standby.copies = {
+        member.id: trainer_pb2.ReceiveStateRequest(
+            job_id=job.id,
+            configuration=job.standby_configuration(member.id),
+            version=job.version,
+            rendezvous=rendezvous,
+        )
+        for member, rendezvous in zip(receivers, answer.rendezvous, strict=False)
+    }
+    return bool(standby.copies)
+
+
+async def _write(run: Run) -> bool:
+    """Has the trainer write its state for those that cannot receive it, unless something is being written already.
+    Answers whether it has begun."""
     standby, version = run.standby, run.job.version
     writes = standby.begun or (run.saving is not None and not run.saving.done())
-    if run.done or not standby.ready or writes or version <= (await newest_state(run))[0]:
-        return
-    started, folder = time.monotonic(), str(_copies(run) / f"{run.job.configuration}-step-{version}")
+    if writes or all(_in_memory(run, member) for member in _holders(run)):
+        return False
+    if version <= (await newest_state(run))[0]:
+        return False
+    folder = str(_copies(run) / f"{run.job.configuration}-step-{version}")
     try:
         async with run.components.trainer.turn:
             request = trainer_pb2.SaveRequest(job_id=run.job.id, path=folder)
             await run.components.trainer.call(TrainerRpc.Save, request)
     except InvalidState as error:
         log.warning("no copy for trainers that stand by", job=run.job.id, version=version, error=str(error))
-        return
+        return False
     standby.begun = folder
-    run.components.fleet.bell.ring()
-    await run.add_to_row({STANDBY_COPY: time.monotonic() - started})
+    return True
+
+
+def _holders(run: Run) -> list[Member]:
+    """Those that stand by and hold the job."""
+    return [member for member in run.components.fleet.standbys if member.id in run.standby.held]
+
+
+def _in_memory(run: Run, member: Member) -> bool:
+    """Whether the trainer in the seat sends its state to this one. Ranks with the same number hold the same parts."""
+    seat, until = run.components.fleet.trainer, run.standby.by_disk_until.get(member.id, 0)
+    return seat is not None and seat.world_size == member.world_size and run.job.version >= until
+
+
+def _dropped(run: Run, member: Member, version: Version, error: MillraceError) -> None:
+    run.standby.by_disk_until[member.id] = Version(version + BY_DISK_STEPS)
+    log.warning("a copy for a trainer that stands by was dropped", member=member.id, version=version, error=str(error))
 
 
 async def forget_copies(run: Run) -> None:
@@ -62,14 +125,34 @@ async def forget_copies(run: Run) -> None:
 
 
 async def stand_by(run: Run) -> None:
-    """Has the trainers that stand by load the job, and whatever newer state is written, until it is cancelled."""
+    """Has the trainers that stand by load the job, and gives them each newer state, until it is cancelled."""
     fleet = run.components.fleet
     while True:
         ring = fleet.bell.next()
+        if run.standby.copies:
+            await _received(run)
         if run.standby.begun:
             await _written(run)
-        run.standby.ready = any([await _bring(run, member) for member in fleet.standbys if member.due])
+        brought = [(member.id, await _bring(run, member)) for member in fleet.standbys if member.due]
+        run.standby.held = {member: version for member, version in brought if version is not None}
         await waited(ring, LOOK_EVERY_S)
+
+
+async def _received(run: Run) -> None:
+    """Waits until each copy that is under way is in place, or dropped."""
+    fleet, copies = run.components.fleet, run.standby.copies
+
+    async def receive(member: Member) -> None:
+        request = copies[member.id]
+        try:
+            answer = await fleet.call(member, TrainerRpc.ReceiveState, request)
+            run.standby.held[member.id] = Version(answer.version)
+        except MillraceError as error:
+            await fleet.suspect(member)
+            _dropped(run, member, Version(request.version), error)
+
+    await asyncio.gather(*(receive(member) for member in fleet.standbys if member.id in copies))
+    run.standby.copies = {}
 
 
 async def _written(run: Run) -> None:
@@ -101,25 +184,28 @@ async def newest_state(run: Run) -> tuple[Version, str]:
     return max([saved, *(copy for copy in copies if copy[0] <= job.version)], key=lambda state: state[0])
 
 
-async def _bring(run: Run, member: Member) -> bool:
-    """Has a trainer that stands by load the newest state, if it does not hold it. Answers whether it holds the job."""
+async def _bring(run: Run, member: Member) -> Version | None:
+    """Has a trainer that stands by load the newest state on the disk, if it does not hold the job, or holds an earlier
+    one and is sent no copies. Returns the version that it holds; None if it cannot hold the job."""
     fleet, job, (version, folder) = run.components.fleet, run.job, await newest_state(run)
     own = job.standby_configuration(member.id)
     try:
         status = await fleet.call(member, TrainerRpc.GetStatus, trainer_pb2.TrainerStatusRequest())
+        held = Version(status.version)
         if (status.job_id, status.configuration) != (job.id, own):
             request = trainer_pb2.ConfigureTrainerRequest(
                 job_id=job.id, spec=job.spec_for_members, checkpoint=folder, configuration=own
             )
-            version = Version((await fleet.call(member, TrainerRpc.Configure, request)).version)
-            log.info("a trainer stands by", member=member.id, job=job.id, version=version)
-        elif status.version < version:
-            await fleet.call(member, TrainerRpc.Load, trainer_pb2.LoadRequest(job_id=job.id, path=folder))
+            held = Version((await fleet.call(member, TrainerRpc.Configure, request)).version)
+            log.info("a trainer stands by", member=member.id, job=job.id, version=held)
+        elif held < version and not _in_memory(run, member):
+            load = trainer_pb2.LoadRequest(job_id=job.id, path=folder)
+            held = Version((await fleet.call(member, TrainerRpc.Load, load)).version)
     except MillraceError as error:
         await fleet.suspect(member)
         member.failed()
         await fleet.refused(member, Unconfigured(job.id, job.spec_digest, error, refused=False))
         log.warning("a trainer cannot stand by", member=member.id, job=job.id, error=str(error))
-        return False
+        return None
     member.failures, member.unconfigured = 0, None
-    return True
+    return held

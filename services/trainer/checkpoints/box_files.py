@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from millrace.errors import InvalidState
-from services.trainer.protocol.local_tensors import Offset
+from services.trainer.protocol.local_tensors import NamedTensors, Offset, local_parts
 
 DTYPES = {
     torch.float64: "F64",
@@ -35,6 +35,15 @@ DTYPES = {
 def key(name: str, offset: Sequence[int], extent: Sequence[int]) -> str:
     """The key of the box of a tensor that begins at `offset`."""
     return f"{name}[{','.join(f'{first}:{first + size}' for first, size in zip(offset, extent, strict=True))}]"
+
+
+def keyed_parts(prefix: str, tensors: NamedTensors) -> dict[str, Tensor]:
+    """The parts of these tensors that this rank holds, by key. `prefix` is put before each name."""
+    return {
+        key(f"{prefix}{name}", offset, part.shape): part
+        for name, tensor in tensors.items()
+        for offset, part in local_parts(tensor).items()
+    }
 
 
 def assign_writers(offers: Sequence[Mapping[str, int]]) -> list[list[str]]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import JobId, Version
 from services.trainer.checkpoints import FILE, FORMAT
-from services.trainer.checkpoints.box_files import BoxReader, assign_writers, key, write
+from services.trainer.checkpoints.box_files import BoxReader, assign_writers, keyed_parts, write
 from services.trainer.checkpoints.description import Description, check_names, trained_names
 from services.trainer.checkpoints.huggingface import GatheredAdapter, write_folder
 from services.trainer.protocol.backend import Backend, models
@@ -202,13 +202,9 @@ _ROOM = "free disk space there, or let the trainer write to that folder."
 
 def _own_boxes(backend: Backend) -> dict[str, Tensor]:
     """The boxes that this rank writes, by key: its share of those that several ranks hold."""
-    offered = {
-        key(f"{prefix}{name}", offset, part.shape): part
-        for prefix, model in models(backend).items()
-        for name, tensor in model.state().items()
-        if is_saved_here(tensor)
-        for offset, part in local_parts(tensor).items()
-    }
+    offered: dict[str, Tensor] = {}
+    for prefix, model in models(backend).items():
+        offered |= keyed_parts(prefix, {name: each for name, each in model.state().items() if is_saved_here(each)})
     sizes = {name: part.numel() * part.element_size() for name, part in offered.items()}
     offers = [json.loads(offer) for offer in collectives.gather_bytes(json.dumps(sizes).encode())]
     return {name: offered[name] for name in assign_writers(offers)[dist.get_rank()]}

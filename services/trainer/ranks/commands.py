@@ -6,9 +6,11 @@ thread of rank 0 waits for all answers. Every rank also writes heartbeats to tha
 hangs is named soon, even while the others wait for it.
 """
 
+import asyncio
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,6 +29,7 @@ log = structlog.get_logger(__name__)
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
+Result = TypeVar("Result")
 
 POLL_S = 1.0
 STRAGGLE_S = 3.0
@@ -40,6 +43,24 @@ class RanksFailed(Unavailable):
 
     cause: OutOfMemory | None = None
     """Set if a rank ran out of memory: the caller gets this error."""
+
+
+class ControlThread:
+    """The thread with the event loop of a rank: servers and remote calls run there, and no torch work."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="control", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[None, None, Result]) -> Result:
+        """Runs the coroutine on the loop and waits for its result. Every coroutine given here has its own deadlines."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def stop(self) -> None:
+        """Ends the loop and its thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,64 @@ import hashlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
+from google.protobuf.message import Message
+
+from millrace.contracts.method import Unary
 from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.errors import Fenced, InvalidState, Unavailable
 from millrace.ids import JobId, Version
 from millrace.spec import JobSpec
+from millrace.telemetry.spans.kinds import SpanKind
 from millrace.weights.phases import PublicationState
 
+Request = TypeVar("Request", bound=Message)
+Response = TypeVar("Response", bound=Message)
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
+
+
+STATES = {
+    "Configure": pb.TRAINER_STATE_CONFIGURING,
+    "Load": pb.TRAINER_STATE_CONFIGURING,
+    "AddPart": pb.TRAINER_STATE_STEPPING,
+    "Step": pb.TRAINER_STATE_STEPPING,
+    "DescribeWeights": pb.TRAINER_STATE_PUBLISHING,
+    "PreparePublication": pb.TRAINER_STATE_PUBLISHING,
+    "TransferPublication": pb.TRAINER_STATE_PUBLISHING,
+    "Save": pb.TRAINER_STATE_SAVING,
+    "CopyState": pb.TRAINER_STATE_SAVING,
+    "ReceiveState": pb.TRAINER_STATE_CONFIGURING,
+}
+"""State of the trainer while its ranks work on a call of each method."""
+
+SPANS = {
+    "Configure": SpanKind.CONFIGURE,
+    "Load": SpanKind.CONFIGURE,
+    "AddPart": SpanKind.TRAIN,
+    "Step": SpanKind.TRAIN,
+    "DescribeWeights": SpanKind.PREPARE,
+    "PreparePublication": SpanKind.PREPARE,
+    "TransferPublication": SpanKind.TRANSFER,
+    "Save": SpanKind.CHECKPOINT,
+    "CopyState": SpanKind.CHECKPOINT,
+    "ReceiveState": SpanKind.CONFIGURE,
+}
+"""The span of a call of each method on the ranks."""
+
+
+class Ranks(Protocol):
+    """Runs a command on every rank; blocks. See `services.trainer.ranks.commands.CommandSender`."""
+
+    def call(self, method: Unary[Request, Response], request: Request, deadline_s: float) -> Response: ...
+
+
+class Saves(Protocol):
+    """What the ranks write in the background. See `services.trainer.checkpoints.background_saver.BackgroundSaver`."""
+
+    outcome: Future[pb.FinishSaveResponse]
+    """Outcome of the newest save."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +156,11 @@ class ConfiguredJob:
 
     def __post_init__(self) -> None:
         self.saved = self.version
+
+    def hold(self, version: Version) -> None:
+        """Notes a version that the trainer did not train itself."""
+        self.version, self.last_step, self.parts = version, None, []
+        self.saved = version
 
     def deadline(self, method: str) -> float:
         return self.spec.deadlines.of_calls()[f"Trainer/{method}"]

@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -14,22 +13,25 @@ from millrace.contracts.methods import TrainerRpc
 from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.contracts.v1 import weights_pb2
 from millrace.contracts.v1.trainer_pb2_grpc import TrainerServicer
-from millrace.errors import Fenced, MillraceError, NotFound, PartialOutOfMemory, PartialStep
+from millrace.errors import Fenced, MillraceError, NotFound, OutOfMemory, PartialOutOfMemory, PartialStep
 from millrace.ids import JobId, Version
 from millrace.spec import JobSpec, received
 from millrace.telemetry.spans.context import current
-from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.wire.deadlines import DEADLINES_S
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import RanksFailed
 from services.trainer.service.progress import (
+    SPANS,
+    STATES,
     CallKey,
     CallLock,
     ConfiguredJob,
     PublicationProgress,
+    Ranks,
     SaveProgress,
+    Saves,
     content_of,
 )
 
@@ -37,47 +39,10 @@ Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
 Result = TypeVar("Result")
 
-STATES = {
-    "Configure": pb.TRAINER_STATE_CONFIGURING,
-    "Load": pb.TRAINER_STATE_CONFIGURING,
-    "AddPart": pb.TRAINER_STATE_STEPPING,
-    "Step": pb.TRAINER_STATE_STEPPING,
-    "DescribeWeights": pb.TRAINER_STATE_PUBLISHING,
-    "PreparePublication": pb.TRAINER_STATE_PUBLISHING,
-    "TransferPublication": pb.TRAINER_STATE_PUBLISHING,
-    "Save": pb.TRAINER_STATE_SAVING,
-}
-"""State of the trainer while its ranks work on a call of each method."""
-
-SPANS = {
-    "Configure": SpanKind.CONFIGURE,
-    "Load": SpanKind.CONFIGURE,
-    "AddPart": SpanKind.TRAIN,
-    "Step": SpanKind.TRAIN,
-    "DescribeWeights": SpanKind.PREPARE,
-    "PreparePublication": SpanKind.PREPARE,
-    "TransferPublication": SpanKind.TRANSFER,
-    "Save": SpanKind.CHECKPOINT,
-}
-"""The span of a call of each method on the ranks."""
-
 SAVE_ASKED_S = 10.0
 """Longest wait, during a drain, until the coordinator asks for the checkpoint that it has announced."""
 ENDS_S = 1.0
 """Ranks end a transfer by themselves at its deadline. Ranks that have not ended it this long afterwards are blocked."""
-
-
-class Ranks(Protocol):
-    """Runs a command on every rank; blocks. See `services.trainer.ranks.commands.CommandSender`."""
-
-    def call(self, method: Unary[Request, Response], request: Request, deadline_s: float) -> Response: ...
-
-
-class Saves(Protocol):
-    """What the ranks write in the background. See `services.trainer.checkpoints.background_saver.BackgroundSaver`."""
-
-    outcome: Future[pb.FinishSaveResponse]
-    """Outcome of the newest save."""
 
 
 class TrainerService(TrainerServicer):
@@ -328,12 +293,41 @@ class TrainerService(TrainerServicer):
             await self._saved()
             self._job = None  # after a failure the trainer has to be configured again
             reply = await self._on_ranks(TrainerRpc.Load, request, job.deadline("Load"))
-            job.version, job.last_step, job.parts = Version(reply.version), None, []
-            job.saved = job.version
+            job.hold(Version(reply.version))
             self._job = job
             return reply
 
         return await self._lock.run(CallKey("Load", pb.LoadResponse, (request.job_id, request.path)), load)
+
+    async def CopyState(self, request: pb.CopyStateRequest, context: grpc.aio.ServicerContext) -> pb.CopyStateResponse:
+        job, method = self._configured_for(request.job_id), TrainerRpc.CopyState
+        if request.version != job.version:
+            what = f"version {request.version} of {job.job_id} cannot be copied: the trainer holds {job.version}."
+            raise Fenced(what, "ask for a copy of that version.")
+        key = CallKey(method.name, pb.CopyStateResponse, (request.job_id, request.version, *request.receivers))
+        return await self._lock.run(key, lambda: self._on_ranks(method, request, job.deadline(method.name)))
+
+    async def ReceiveState(
+        self, request: pb.ReceiveStateRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ReceiveStateResponse:
+        job, method = self._configured_for(request.job_id), TrainerRpc.ReceiveState
+        if request.configuration != job.configuration:
+            what = f"{self._member_id} holds {job.job_id} from another loading than the copy is for."
+            raise Fenced(what, "ask GetStatus from which one.")
+        if request.version == job.version:
+            return pb.ReceiveStateResponse(version=job.version)
+
+        async def receive() -> pb.ReceiveStateResponse:
+            try:
+                reply = await self._on_ranks(method, request, job.deadline(method.name))
+            except (PartialStep, OutOfMemory):
+                self._job = None  # as on the ranks
+                raise
+            job.hold(Version(reply.version))
+            return reply
+
+        key = CallKey(method.name, pb.ReceiveStateResponse, (request.version, request.rendezvous.key))
+        return await self._lock.run(key, receive, wait=True)
 
     async def GetStatus(self, request: pb.TrainerStatusRequest, context: grpc.aio.ServicerContext) -> pb.TrainerStatus:
         job = self._job

@@ -23,14 +23,14 @@ from services.trainer.algorithms.functions import load_algorithms
 from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
 from services.trainer.checkpoints.background_saver import BackgroundSaver
+from services.trainer.checkpoints.standby_copies import StandbyCopies
 from services.trainer.memory import exhausted
 from services.trainer.memory.exhausted import forget_models
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks import collectives
-from services.trainer.ranks.commands import Handler
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread, Handler
 from services.trainer.ranks.world import World
 from services.trainer.step.result import StepResult
 from services.trainer.step.schedule import KlCoefficient
@@ -67,6 +67,7 @@ class Worker:
         self._saver = saver
         self._job: LoadedJob | None = None
         self._copies: list[SharedCopy] = []
+        self._standby = StandbyCopies(world.rank)
 
     @property
     def handlers(self) -> tuple[Handler, ...]:
@@ -80,6 +81,8 @@ class Worker:
             Handler.of(TrainerRpc.TransferPublication, self.transfer),
             Handler.of(TrainerRpc.Save, self.save),
             Handler.of(TrainerRpc.Load, self.load),
+            Handler.of(TrainerRpc.CopyState, self.copy_state),
+            Handler.of(TrainerRpc.ReceiveState, self.receive_state),
         )
 
     def configure(self, request: pb.ConfigureTrainerRequest) -> pb.ConfigureTrainerResponse:
@@ -211,8 +214,29 @@ class Worker:
         self._job = job
         return pb.LoadResponse(version=job.version)
 
+    def copy_state(self, request: pb.CopyStateRequest) -> pb.CopyStateResponse:
+        """Copies the state to host memory, and begins to send it to trainers that stand by."""
+        job, began = self._loaded(), time.monotonic()
+        limit_s, receivers = job.spec.deadlines.save_s, len(request.receivers)
+        meet = self._standby.send(job.backend, job.version, job.coefficient.value, receivers, limit_s)
+        return pb.CopyStateResponse(version=job.version, seconds=time.monotonic() - began, rendezvous=meet)
+
+    def receive_state(self, request: pb.ReceiveStateRequest) -> pb.ReceiveStateResponse:
+        """Receives the state of a version, and puts it in place once all ranks hold all of it."""
+        job, version = self._loaded(), Version(request.version)
+        header = self._standby.receive(request.rendezvous, version, job.backend, job.spec.deadlines.save_s)
+        self._job = None  # no job is loaded until the copy is in place
+        with exhausted.report_out_of_memory(
+            "putting a copy in place", Phase.LOAD, job.spec, self._world.rank, self._world.size
+        ):
+            self._standby.put_in_place(job.backend, header)
+        job.version, job.coefficient.value = version, header.kl_coefficient
+        self._job = job
+        return pb.ReceiveStateResponse(version=version)
+
     def release_copies(self) -> None:
-        """Ends the use of model folders in shared memory."""
+        """Ends the use of model folders in shared memory, and copies to trainers that stand by."""
+        self._standby.close()
         while self._copies:
             self._copies.pop().release()
 

@@ -20,7 +20,7 @@ from millrace.telemetry.spans.recorder import span
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend, models
 from services.trainer.ranks import collectives
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread
 from services.trainer.step.batch import BatchDivision, RankBatch, StepShares, division_metrics
 from services.trainer.step.fetch import fetch
 from services.trainer.step.forward_passes import run_passes

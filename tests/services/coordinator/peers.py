@@ -82,6 +82,7 @@ class Member:
     kind = fleet_pb2.MEMBER_KIND_ROLLOUT
     name = "rollout"
     engine = "vllm"
+    world_size = 1
 
     def __init__(self, coordinator: str) -> None:
         self.id = new_member_id(self.name)
@@ -115,7 +116,7 @@ class Member:
             address=f"127.0.0.1:{self.server.port}",
             protocol_version=self.protocol_version,
             engine=self.engine,
-            world_size=1,
+            world_size=self.world_size,
             host="test",
             device="cpu",
             metrics_port=9400,
@@ -171,19 +172,26 @@ class Member:
         await self.start()
 
 
+COPIES: dict[str, dict[str, Any]] = {}
+"""The states that simulated trainers send each other, by the key of the rendezvous."""
+
+
 class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
     kind = fleet_pb2.MEMBER_KIND_TRAINER
     name = "trainer"
     engine = "fsdp2"
 
-    def __init__(self, coordinator: str, step_s: float = 0.0, save_s: float = 0.0) -> None:
+    def __init__(self, coordinator: str, step_s: float = 0.0, save_s: float = 0.0, ranks: int = 1) -> None:
         super().__init__(coordinator)
+        self.world_size = ranks
         self.job_id = ""
         self.configuration = ""
         self.step_s = step_s
         self.save_s = save_s
         """Until a checkpoint that was begun is there."""
         self.saved: set[str] = set()
+        self.received: list[int] = []
+        """Versions that another trainer sent it."""
         self.most_at_once = 0
         """Checkpoints that were being written."""
         self.saving: dict[str, dict[str, Any]] = {}
@@ -243,6 +251,27 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
         self._read(request.path)
         self.last, self.added = None, []
         return trainer_pb2.LoadResponse(version=self.version)
+
+    async def CopyState(self, request, context):
+        await self.faults.strike("CopyState", request)
+        self._check(request.job_id)
+        assert request.version == self.version
+        answer = trainer_pb2.CopyStateResponse(version=self.version)
+        for receiver in request.receivers:
+            key = f"{receiver}/{self.version}/{len(COPIES)}"
+            COPIES[key] = {"version": self.version, "trained": dict(self.trained)}
+            answer.rendezvous.add(host="127.0.0.1", port=1, world_size=2, key=key)
+        return answer
+
+    async def ReceiveState(self, request, context):
+        await self.faults.strike("ReceiveState", request)
+        self._check(request.job_id)
+        assert request.configuration == self.configuration
+        state = COPIES[request.rendezvous.key]
+        assert state["version"] == request.version
+        self.version, self.trained, self.last, self.added = state["version"], dict(state["trained"]), None, []
+        self.received.append(self.version)
+        return trainer_pb2.ReceiveStateResponse(version=self.version)
 
     async def AddPart(self, request, context):
         async with self._stepping:
@@ -394,7 +423,7 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
             job_id=self.job_id,
             configuration=self.configuration,
             version=self.version,
-            world_size=1,
+            world_size=self.world_size,
             microbatches_at_once=1 if self.job_id else 0,
         )
 

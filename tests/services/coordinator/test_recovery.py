@@ -12,7 +12,7 @@ import pytest
 from millrace.client import Client
 from millrace.contracts.methods import FleetRpc
 from millrace.contracts.v1 import fleet_pb2
-from millrace.errors import InvalidState, Unavailable
+from millrace.errors import InvalidState, PublicationFailed, Unavailable
 from millrace.events import EventKind
 from millrace.rest import JobState, WaitingFor
 from services.coordinator.redis_server import RedisServer
@@ -297,7 +297,7 @@ def dies_in_step_4(first: SimulatedTrainer, second: SimulatedTrainer) -> None:
 async def test_a_trainer_that_stands_by_goes_on_with_the_step_that_was_under_way(
     cluster: Cluster, spec: dict[str, Any]
 ) -> None:
-    """Nothing is trained or generated again, without any checkpoint."""
+    """Nothing is trained or generated again, without any checkpoint: each state is sent from memory to memory."""
     first, second, _ = await cluster.trainer(), await cluster.trainer(), await cluster.replica()
     dies_in_step_4(first, second)
     job_id = await cluster.submit(spec)
@@ -306,13 +306,32 @@ async def test_a_trainer_that_stands_by_goes_on_with_the_step_that_was_under_way
     assert await cluster.events(job_id, "job.rewound") == []
     assert [e.data.member for e in await cluster.events(job_id, "trainer.configured") if e.data.stood_by] == [second.id]
     assert second.configured == [""] and set((first.every + second.every).values()) == {1}
+    assert second.received[-1] == 3 and first.saving == {}
     await trained_once(cluster, job_id, second)
     assert not (Path(spec["output"]) / "standby").exists()
 
 
 @scenario
-async def test_a_copy_that_was_not_written_whole_leaves_the_one_before(cluster: Cluster, spec: dict[str, Any]) -> None:
+async def test_one_that_a_copy_does_not_reach_gets_it_over_the_disk(cluster: Cluster, spec: dict[str, Any]) -> None:
     first, second, _ = await cluster.trainer(), await cluster.trainer(), await cluster.replica()
+
+    async def lost(request: Any) -> None:
+        raise PublicationFailed("the connection was closed")
+
+    dies_in_step_4(first, second)
+    second.faults["ReceiveState"] = lost
+    job_id = await cluster.submit(spec)
+    job = await cluster.ended(job_id)
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert await cluster.events(job_id, "job.rewound") == [] and second.configured == [""]
+    assert [path for path in first.saved if path.endswith("-step-3")] and second.received == []
+    await trained_once(cluster, job_id, second)
+
+
+@scenario
+async def test_a_copy_that_was_not_written_whole_leaves_the_one_before(cluster: Cluster, spec: dict[str, Any]) -> None:
+    """Over the disk, to a trainer with another number of ranks."""
+    first, second, _ = await cluster.trainer(), await cluster.trainer(ranks=2), await cluster.replica()
     dying: list[asyncio.Task[None]] = []
 
     async def finish(request: Any) -> None:
@@ -339,7 +358,7 @@ def test_a_trainer_that_gets_the_seat_loads_what_is_newer(
 
     @scenario
     async def played(cluster: Cluster, spec: dict[str, Any]) -> None:
-        first, second, _ = await cluster.trainer(), await cluster.trainer(), await cluster.replica()
+        first, second, _ = await cluster.trainer(), await cluster.trainer(ranks=2), await cluster.replica()
         spec["schedule"]["save_every_steps"] = 4
         dying: list[asyncio.Task[None]] = []
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread
 from tests.models import save_tiny_model
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
 

@@ -6,7 +6,7 @@ from millrace.contracts.v1.trainer_pb2 import StepRequest
 from millrace.spec import JobSpec
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread
 from services.trainer.step.result import StepResult
 from services.trainer.step.schedule import KlCoefficient
 from services.trainer.step.step import Step

@@ -15,7 +15,7 @@ from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint, huggingface
 from services.trainer.checkpoints.exported import write as write_export
 from services.trainer.protocol.backend import Backend
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread
 from tests.models import save_tiny_model
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.checkpoints.saved import assert_same_files, prepare, save

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.memory.rank import Rank
 

@@ -13,7 +13,7 @@ from millrace.memory.shape import decoder_shape
 from services.trainer.backends import build
 from services.trainer.memory import meter
 from services.trainer.memory.meter import measured, of_tensors
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import job_spec, random_groups
 from tests.services.trainer.step.test_step import local_step

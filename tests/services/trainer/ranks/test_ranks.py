@@ -13,7 +13,7 @@ import torch
 from millrace.errors import MillraceError, NonFinite, Unavailable
 from millrace.spec import presets
 from millrace.spec.passes import needs_whole_batch
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread
 from tests.services.trainer.backends.fsdp2.test_backend import saved_tensors
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator
 from tests.services.trainer.groups import episode_groups, job_spec, random_groups

@@ -39,6 +39,12 @@ def valid(spec: str, folder: Path, work: str) -> dict[str, list[Any]]:
         "Save": [pb.SaveRequest(job_id=JOB, path=path)],
         "FinishSave": [pb.FinishSaveRequest(job_id=JOB, path=path)],
         "Load": [pb.LoadRequest(job_id=JOB, path=path)],
+        "CopyState": [pb.CopyStateRequest(job_id=JOB, version=0, receivers=["trainer-2"])],
+        "ReceiveState": [
+            pb.ReceiveStateRequest(
+                job_id=JOB, version=1, rendezvous=weights_pb2.Rendezvous(host="127.0.0.1", port=1, key="copy")
+            )
+        ],
     }
 
 

@@ -11,7 +11,7 @@ from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.errors import InvalidJob
 from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.publication.sender import Sender
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread
 from services.trainer.ranks.world import World
 from services.trainer.service.worker import Worker
 from tests.forked import CONTEXT

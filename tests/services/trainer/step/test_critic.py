@@ -17,7 +17,7 @@ from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
 from services.trainer.protocol.backend import Backend, models
 from services.trainer.protocol.microbatch import MicroBatch
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread
 from services.trainer.step.schedule import critic_learning_rate, learning_rate
 from tests.models import byte_tokenizer, save_tiny_model
 from tests.services.trainer.backends.fsdp2.test_backend import moe_model, samples

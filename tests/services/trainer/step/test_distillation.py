@@ -21,7 +21,7 @@ from millrace.wire.arrays import TokenScores, pack_logprobs, pack_tokens, unpack
 from services.trainer.backends import build
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread
 from services.trainer.step.schedule import KlCoefficient
 from tests.models import random_model
 from tests.services.trainer.coordinator import ScriptedCoordinator, coordinator

@@ -30,7 +30,7 @@ from services.trainer.backends import build
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend
 from services.trainer.protocol.microbatch import MicroBatch, Sample
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread
 from services.trainer.step import loss_inputs
 from services.trainer.step.schedule import KlCoefficient
 from services.trainer.step.step import UNCHANGED

@@ -20,7 +20,7 @@ from services.trainer.backends import build
 from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread
 from services.trainer.service.worker import _response
 from services.trainer.step.loss import ActorLoss, LossOutput
 from services.trainer.step.result import StepResult, shown_groups

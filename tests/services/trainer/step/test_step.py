@@ -17,7 +17,7 @@ from millrace.spec import JobSpec
 from millrace.wire.arrays import pack_logprobs, pack_tokens
 from services.trainer.backends import build
 from services.trainer.memory.meter import MemoryMeter
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread
 from services.trainer.step import step as step_module
 from services.trainer.step.schedule import KlCoefficient, learning_rate
 from services.trainer.step.step import GIVEN_UP, UNCHANGED

@@ -19,7 +19,7 @@ from millrace.spec import JobSpec, presets
 from millrace.spec.passes import needs_whole_batch
 from services.trainer.backends import build
 from services.trainer.memory.meter import MemoryMeter
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread
 from services.trainer.step.schedule import KlCoefficient
 from tests.services.trainer.coordinator import ScriptedCoordinator
 from tests.services.trainer.groups import episode_groups, job_spec, random_groups, refs

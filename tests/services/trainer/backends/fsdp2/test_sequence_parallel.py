@@ -28,7 +28,7 @@ from services.trainer.backends.fsdp2.sequence_parallel import HeadExchange, divi
 from services.trainer.backends.recurrence import Segments
 from services.trainer.protocol.backend import models
 from services.trainer.protocol.microbatch import MicroBatch
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread
 from tests.forked import CONTEXT
 from tests.services.trainer.backends.fsdp2.test_backend import moe_model, samples
 from tests.services.trainer.backends.fsdp2.test_lora import loss

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from millrace.contracts.methods import TrainerRpc
 from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.errors import InvalidJob
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread
 from tests.models import save_tiny_model
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.conftest import TOPOLOGIES

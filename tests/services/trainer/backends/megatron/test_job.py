@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from millrace.errors import InvalidJob, InvalidState, NonFinite, Unavailable
 from services.trainer.checkpoints import exported
-from services.trainer.ranks.event_loop import ControlThread
+from services.trainer.ranks.commands import ControlThread
 from tests.models import random_model
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.conftest import TOPOLOGIES
