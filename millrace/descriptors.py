@@ -40,6 +40,9 @@ class EngineDescriptor:
     """Options that another engine reserves and this one takes."""
     size_options: tuple[str, ...] = ()
     """Options whose product is the number of GPUs of one replica."""
+    copies_option: str = ""
+    """The one of them that says how many copies of all weights but the experts a replica holds; empty if it is always
+    one."""
     position_options: frozenset[str] = frozenset()
     """Options that change how many positions the model has."""
     memory_option: str = ""
@@ -74,6 +77,10 @@ class EngineDescriptor:
     def world_size(self, options: Mapping[str, Any]) -> int:
         """GPUs of one replica with these engine options."""
         return prod(int(options.get(name) or 1) for name in self.size_options)
+
+    def copies(self, options: Mapping[str, Any]) -> int:
+        """Copies of all weights but the experts in one replica with these engine options."""
+        return int(options.get(self.copies_option) or 1)
 
 
 @dataclass(frozen=True)

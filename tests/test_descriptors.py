@@ -53,6 +53,9 @@ def test_an_option_that_one_engine_reserves_may_be_another_s() -> None:
 
 def test_sizes_multiply_to_the_gpus_of_a_replica() -> None:
     assert ENGINES["vllm"].world_size({"tensor_parallel_size": 4, "pipeline_parallel_size": 2}) == 8
+    assert ENGINES["vllm"].world_size({"tensor_parallel_size": 4, "data_parallel_size": 8}) == 32
+    assert ENGINES["vllm"].copies({"tensor_parallel_size": 4, "data_parallel_size": 8}) == 8
+    assert ENGINES["vllm"].copies({}) == ENGINES["sglang"].copies({"tp_size": 2}) == 1
     assert ENGINES["sglang"].world_size({"tp_size": 2, "tensor_parallel_size": 4}) == 2
     assert ENGINES["vllm"].world_size({}) == ENGINES["transformers"].world_size({}) == 1
 

@@ -8,7 +8,7 @@ from millrace.engines import ENGINES
 from millrace.errors import InvalidState
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.memory.ledger import Ledger, Part, Prediction
-from millrace.memory.staging import element_bytes, published_bytes, receiver_bytes, receiver_host_bytes
+from millrace.memory.staging import element_bytes, receiver_bytes, receiver_host_bytes, replica_bytes
 from millrace.spec import JobSpec
 
 WORKING = 2e9
@@ -45,7 +45,7 @@ class ReplicaPrediction:
     workers: int
     ledger: Ledger
     cached_tokens: int = field(default=0)
-    """Tokens whose keys and values fit."""
+    """Tokens whose keys and values fit, in the caches of all copies of the attention."""
     state_bytes: float = field(default=0.0)
     """Bytes of the states of one request in recurrent layers, in the same memory. None of them is in `cached_tokens`.
     """
@@ -57,15 +57,16 @@ def predict_replica(spec: JobSpec, shape: ModelShape, engine: str, gpu_bytes: fl
     descriptor, options = ENGINES[engine], spec.rollout.options_of(engine)
     workers = descriptor.world_size(options)
     share = float(options.get(descriptor.memory_option) or descriptor.memory_share)
-    weights = published_bytes(spec, shape)
+    copies = descriptor.copies(options)
+    weights = replica_bytes(spec, shape, copies)
     if spec.data.images is not None and shape.tower is not None:
         weights += element_bytes(spec.rollout.dtype) * shape.tower.parameters
     weights /= workers
     cache = max(0.0, share * gpu_bytes - weights - WORKING) if descriptor.memory_option else 0.0
-    staging = receiver_bytes(spec, shape, workers)
+    staging = receiver_bytes(spec, shape, workers, copies)
     if spec.publication.commit == "auto" and staging > SPARE * (gpu_bytes - weights - WORKING - cache):
         inplace = spec.publication.model_copy(update={"commit": "inplace"})
-        staging = receiver_bytes(spec.model_copy(update={"publication": inplace}), shape, workers)
+        staging = receiver_bytes(spec.model_copy(update={"publication": inplace}), shape, workers, copies)
     device = {
         Part.WEIGHTS: weights,
         Part.ACTIVATIONS: WORKING,
@@ -73,8 +74,9 @@ def predict_replica(spec: JobSpec, shape: ModelShape, engine: str, gpu_bytes: fl
         Part.STAGING: staging,
     }
     ledger = Ledger(device, {Part.STAGING: receiver_host_bytes(spec, shape)})
-    tokens = int(cache / cache_bytes_per_token(spec, shape, workers))
-    return ReplicaPrediction(engine, workers, ledger, tokens, state_bytes_per_request(spec, shape, workers))
+    attending = workers // copies
+    tokens = copies * int(cache / cache_bytes_per_token(spec, shape, attending))
+    return ReplicaPrediction(engine, workers, ledger, tokens, state_bytes_per_request(spec, shape, attending))
 
 
 def cache_bytes_per_token(spec: JobSpec, shape: ModelShape, workers: int = 1) -> float:

@@ -2,7 +2,7 @@
 
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.memory.adapters import adapter_parameters, without_experts
-from millrace.memory.layers import linear_layers, parameters
+from millrace.memory.layers import layer_parameters, linear_layers, parameters
 from millrace.spec import JobSpec
 from millrace.weights.plans.sharded import MESSAGE_BYTES
 
@@ -21,6 +21,14 @@ def element_bytes(dtype: str) -> int:
 def published_bytes(spec: JobSpec, shape: ModelShape) -> float:
     """Bytes of one copy of the weights in the dtype of the engines."""
     return element_bytes(spec.rollout.dtype) * parameters(shape)
+
+
+def replica_bytes(spec: JobSpec, shape: ModelShape, copies: int) -> float:
+    """Bytes of the weights that the workers of a replica hold together: one copy of the experts, and `copies` of the
+    rest."""
+    experts = sum(layer_parameters(shape, layer).experts for layer in range(shape.layers))
+    once = element_bytes(spec.rollout.dtype) * experts
+    return once + copies * (published_bytes(spec, shape) - once)
 
 
 def sender_bytes(spec: JobSpec, shape: ModelShape) -> float:
@@ -51,12 +59,12 @@ def _each_time(spec: JobSpec, shape: ModelShape) -> float:
     return element_bytes(spec.rollout.dtype) * adapter_parameters(shape, without_experts(spec.model.lora))
 
 
-def receiver_bytes(spec: JobSpec, shape: ModelShape, workers: int) -> float:
+def receiver_bytes(spec: JobSpec, shape: ModelShape, workers: int, copies: int = 1) -> float:
     """Buffers on one of a replica's `workers`: a whole version in spare memory, or the messages of the rounds in
-    flight. Whole tensors come into host memory, and to the device one at a time."""
+    flight. Whole tensors come into host memory, and to the device one at a time. `copies`: as in `replica_bytes`."""
     if spec.publication.path == "gather_broadcast":
         return float(element_bytes(spec.rollout.dtype) * shape.vocabulary * shape.hidden)
-    whole = _each_time(spec, shape) / workers
+    whole = (_each_time(spec, shape) if copies == 1 else replica_bytes(spec, shape, copies)) / workers
     return min(ROUNDS * MESSAGE_BYTES, whole) if spec.publication.commit == "inplace" else whole
 
 

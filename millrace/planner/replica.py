@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from millrace.engines import ENGINES
+from millrace.errors import refused
 from millrace.megatron.architectures.shape import ModelShape, active_parameters
 from millrace.memory.layers import layer_parameters, vocabulary_parameters
 from millrace.memory.prediction import ReplicaPrediction, cache_bytes_per_token, predict_replica
@@ -121,8 +122,13 @@ class Replica:
 
 
 def replica_of(spec: JobSpec, shape: ModelShape, engine: str, gpu: Gpu) -> Replica:
-    """The replica that a job starts with `engine`, one of `ENGINES`."""
+    """The replica that a job starts with `engine`, one of `ENGINES`. Raises InvalidJob for one whose steps no formula
+    predicts."""
     memory, options = predict_replica(spec, shape, engine, gpu.memory), spec.rollout.options_of(engine)
+    if (copies := ENGINES[engine].copies(options)) > 1:
+        field = spec.rollout.field_of(engine, ENGINES[engine].copies_option)
+        reason = "the steps of several data-parallel ranks are not predicted"
+        raise refused(field, copies, reason, "leave it out to plan; millrace validate predicts its memory.")
     cache_bytes = cache_bytes_per_token(spec, shape, memory.workers)
     cached = memory.cached_tokens
     if not ENGINES[engine].memory_option:

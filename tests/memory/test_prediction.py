@@ -12,6 +12,7 @@ import torch
 from benchmarks.frozen_head import frozen_head_gradient
 from millrace.errors import InvalidJob, InvalidState
 from millrace.megatron.architectures.published import shape_of
+from millrace.memory.layers import layer_parameters, vocabulary_parameters
 from millrace.memory.ledger import GB, Part, Phase, peak
 from millrace.memory.prediction import cache_bytes_per_token, predict, predict_replica, state_bytes_per_request
 from millrace.memory.shape import decoder_shape
@@ -255,6 +256,19 @@ def test_a_replica_keeps_keys_and_values_in_what_is_left() -> None:
     assert half.ledger.device[Part.STAGING] > whole.ledger.device[Part.STAGING]  # a whole version fits beside it
     two = predict_replica(job(rollout={"engine_options": {"tensor_parallel_size": 2}}), shape, "vllm", gpu)
     assert two.workers == 2 and two.ledger.device[Part.WEIGHTS] == whole.ledger.device[Part.WEIGHTS] / 2
+
+
+def test_experts_over_all_ranks_are_there_once_and_the_rest_in_each_rank() -> None:
+    shape, gpu = cut("qwen3-30b-a3b", 4), 80 * (1 << 30)
+    parts = [layer_parameters(shape, layer) for layer in range(4)]
+    dense, experts = sum(part.dense for part in parts), sum(part.experts for part in parts)
+    dense += vocabulary_parameters(shape)
+    options = {"tensor_parallel_size": 2, "data_parallel_size": 4}
+    wide = predict_replica(job(rollout={"engine_options": options}), shape, "vllm", gpu)
+    assert wide.workers == 8
+    assert wide.ledger.device[Part.WEIGHTS] == pytest.approx(2 * (dense / 2 + experts / 8), rel=1e-4)
+    one = predict_replica(job(rollout={"engine_options": {"tensor_parallel_size": 2}}), shape, "vllm", gpu)
+    assert wide.cached_tokens > 4 * one.cached_tokens > 0
 
 
 @pytest.mark.parametrize(("dtype", "stated"), [("bfloat16", None), ("bfloat16", "float32"), ("float32", "bfloat16")])

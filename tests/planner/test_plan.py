@@ -91,6 +91,12 @@ def test_replicas_in_turns_have_to_fill_the_gpus() -> None:
         planned(preset("deepseek-v3-96gpu"), 96, 2, "h20")
 
 
+def test_steps_of_data_parallel_ranks_are_not_guessed() -> None:
+    spec = preset("qwen3-30b-a3b-8gpu", rollout={"engine_options": {"data_parallel_size": 4}})
+    with pytest.raises(InvalidJob, match=r"rollout\.engine_options\.data_parallel_size: 4: the steps of several"):
+        planned(spec, 8, 8, "h20")
+
+
 def test_what_leaves_the_gpus_for_replicas_is_in_host_memory() -> None:
     spec = preset("qwen3-30b-a3b-8gpu")
     apart, turns = planned(spec, 8, 8, "h20"), planned(spec, 8, 8, "h20", colocated=True)

@@ -4,10 +4,13 @@ vLLM's CPU build packs the weights of linear layers and of experts for its kerne
 that are published later would have no parameter to be written to, and a tied output layer would keep an old packed copy
 without an error. With this plugin the layers keep their parameters and compute with torch's own linear, at a cost of 10
 to 30 % of the speed.
+
+The build also lacks two exchanges between processes that experts over data-parallel ranks need.
 """
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -47,6 +50,8 @@ def install() -> None:
         if (kernel := experts_kernel()) is not None:
             kernel.process_weights_after_loading = _keep_experts
             kernel.apply = _compute_experts
+        communicator: Any = import_module("vllm.distributed.device_communicators.cpu_communicator").CpuCommunicator
+        communicator.all_gatherv, communicator.reduce_scatterv = _all_gatherv, _reduce_scatterv
 
 
 def read_images_without_torchvision() -> None:
@@ -125,3 +130,29 @@ def _compute_experts(
             found *= topk_weights[token, choice].float()[:, None]
         sum_th.index_add_(0, token, found)
     output.copy_(sum_th)
+
+
+def _all_gatherv(communicator: Any, input_: Any, dim: int = 0, sizes: Sequence[int] | None = None) -> Any:
+    """The rows of all ranks of the group, in the order of ranks; of each tensor if `input_` is a list. `sizes`: rows of
+    each rank; None if all have as many. Only along dimension 0."""
+    import torch
+
+    if isinstance(input_, list):
+        return [_all_gatherv(communicator, tensor, dim, sizes) for tensor in input_]
+    sizes = sizes or [len(input_)] * communicator.world_size
+    # Gloo gathers tensors of one size.
+    padded = input_.new_zeros((max(sizes), *input_.shape[1:]))
+    padded[: len(input_)] = input_
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(gathered, padded, group=communicator.device_group)
+    return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=True)])
+
+
+def _reduce_scatterv(communicator: Any, input_: Any, dim: int = -1, sizes: Sequence[int] | None = None) -> Any:
+    """This rank's rows of the sum over all ranks of the group. `sizes`: as in `_all_gatherv`."""
+    import torch
+
+    sizes = sizes or [len(input_) // communicator.world_size] * communicator.world_size
+    rank, summed = communicator.rank_in_group, input_.clone()
+    torch.distributed.all_reduce(summed, group=communicator.device_group)
+    return summed[sum(sizes[:rank]) : sum(sizes[: rank + 1])]

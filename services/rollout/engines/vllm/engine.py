@@ -1,26 +1,26 @@
 """vLLM behind the engine protocol: AsyncLLM, the same adapter for the CPU build and the GPU build.
 
-AsyncLLM starts several processes: EngineCore, and one Worker for each rank. The weights are in the workers, where
-`worker.WorkerExtension` receives them during generation.
+AsyncLLM starts several processes: an EngineCore for each data-parallel rank, and its Workers. The weights are in the
+workers, where `worker.WorkerExtension` receives them during generation.
 """
 
 import asyncio
 import gc
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any
 
 import numpy as np
 import structlog
 
 from millrace.engines import ENGINES
-from millrace.errors import BadRow, InvalidState, Unavailable
+from millrace.errors import BadRow, InvalidState
 from millrace.ids import Version
 from millrace.megatron.architectures import read_shape
 from millrace.spec import JobSpec
@@ -51,69 +51,10 @@ from services.rollout.engines.vllm.cpu_weights import read_images_without_torchv
 from services.rollout.engines.vllm.environment import before_start, set_cpu_environment
 from services.rollout.engines.vllm.options import is_whole, parameters, stop_reason
 from services.rollout.engines.vllm.processes import kill_engine, shut_down, start_errors
-from services.rollout.engines.vllm.stats import SchedulerStats
+from services.rollout.engines.vllm.schedulers import RequestPlaces, SchedulerStats, VllmWorkers
 from services.rollout.engines.vllm.versions import VersionMarks
 from services.rollout.nodes.leader import Leader
 from services.rollout.nodes.place import EngineStart
-from services.rollout.weights.worker_messages import Request, decode_reply, encode
-from services.rollout.weights.worker_methods import BETWEEN_BATCHES
-from services.rollout.weights.worker_rpc import RPC_S, WorkerRpc
-
-Arguments = TypeVarTuple("Arguments")
-Answer = TypeVar("Answer")
-
-
-class VllmWorkers:
-    """See `Workers`. vLLM's own call is answered by the thread that generates, between two batches."""
-
-    def __init__(self) -> None:
-        self._rpc = WorkerRpc("vLLM")
-        self._llm: Any = None
-
-    async def listen(self, host: str = "") -> str:
-        """Where the workers are to connect: see `WorkerRpc.listen`."""
-        return await self._rpc.listen(host)
-
-    def use(self, llm: Any) -> None:
-        """The workers are those of `llm`, an AsyncLLM."""
-        self._llm = llm
-
-    async def connect(self, place: str, adapter: AdapterShape | None, workers: int, within_s: float) -> list[list[str]]:
-        """Has every worker connect and make a place for `adapter`. Answers, for each worker, the
-        names of the layers whose adapter has no place there. Raises Unavailable if one does not connect in time."""
-        shape = "" if adapter is None else adapter.encode()
-        unplaced = await self._between_batches("millrace_connect", (place, shape), "connect")
-        await self._rpc.wait_for_workers(workers, within_s)
-        return unplaced
-
-    async def load_tower(self, folder: str) -> None:
-        """Every worker reads the tower of images, which no publication brings, from the model folder."""
-        await self._between_batches("millrace_load_tower", (folder,), "load_tower")
-
-    async def ask(
-        self, method: Callable[[Any, *Arguments], Answer], *arguments: *Arguments, paused: bool = False
-    ) -> list[Answer]:
-        """See `Workers`."""
-        if not paused and method not in BETWEEN_BATCHES:
-            return await self._rpc.ask(method, *arguments)
-        name = method.__name__
-        request = encode(Request(0, name, arguments, paused, float("inf")))
-        replies = await self._between_batches("millrace_call", (request,), name)
-        return [decode_reply(reply).result(method) for reply in replies]
-
-    async def _between_batches(self, method: str, arguments: tuple[str | bytes, ...], name: str) -> list[Any]:
-        """Calls a method of `WorkerExtension` in every worker. `name` is for the error if one does not answer."""
-        try:
-            async with asyncio.timeout(RPC_S):
-                return list(await self._llm.collective_rpc(method, args=arguments))
-        except TimeoutError as error:
-            raise Unavailable(f"vLLM's workers did not answer {name} within {RPC_S:g} s.") from error
-
-    async def close(self) -> None:
-        """Closes the connections and forgets the AsyncLLM. Idempotent."""
-        self._llm = None
-        await self._rpc.close()
-
 
 log = structlog.get_logger(__name__)
 Spans = tuple[VersionSpan, ...]
@@ -140,7 +81,10 @@ class VllmEngine(VersionedEngine):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
         self._numbers = itertools.count()
         self._workers: VllmWorkers = VllmWorkers()
-        self._scheduler = SchedulerStats()
+        self._stats = SchedulerStats()
+        self._places = RequestPlaces(1, 0, 0, 0)
+        self._paused = self._stands = False
+        """Whether a pause was ordered, and whether every scheduler said that it stands still."""
         self._marks: VersionMarks | None = None
         self._end_of_turn: list[int] = []
         self._replayed: list[int] | None = None
@@ -161,10 +105,13 @@ class VllmEngine(VersionedEngine):
         config = self._llm.vllm_config
         cache = config.cache_config
         tokens, longest = (cache.num_gpu_blocks or 0) * cache.block_size, config.model_config.max_model_len
-        self.capacity = samples_that_fit(config.scheduler_config.max_num_seqs, tokens, longest)
+        ranks = config.parallel_config.data_parallel_size
+        self.capacity = samples_that_fit(ranks * config.scheduler_config.max_num_seqs, tokens, longest)
         if cache.enable_prefix_caching:
             self._cache_block = getattr(cache, "cache_hit_alignment_tokens", None) or cache.block_size
-        self.world_size = config.parallel_config.world_size
+        blocks = tokens // self._cache_block if self._cache_block else 0
+        self._places = RequestPlaces(ranks, self._cache_block, blocks, spec.rollout.samples_per_prompt)
+        self.world_size = ranks * config.parallel_config.world_size
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
         if spec.data.images is not None:
             await self._workers.load_tower(spec.model.path)
@@ -201,7 +148,7 @@ class VllmEngine(VersionedEngine):
             config = arguments.create_engine_config()
             vllm_options.check_model(config)
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=False)
-        self._scheduler.attach(llm, others=not arguments.disable_log_stats)
+        self._stats.attach(llm, others=not arguments.disable_log_stats)
         if self._marks is not None:
             self._marks.attach(llm)
         tokenizer = llm.get_tokenizer()
@@ -236,7 +183,7 @@ class VllmEngine(VersionedEngine):
 
     def stats(self) -> EngineStats | None:
         """See `Engine`. vLLM tells nothing while it has nothing to do."""
-        return self._scheduler.last if self._running else self._scheduler.idle
+        return self._stats.last if self._running else self._stats.idle
 
     async def _generate(self, prompt_tokens: Sequence[int], sampling: Sampling, response: Response) -> Completion:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -244,9 +191,10 @@ class VllmEngine(VersionedEngine):
         if self._replays and sampling.stop:
             response.shorten(0)  # vLLM reports experts only of requests that it ends itself: see `_last_output`
         request_id, prefix, key = f"sample-{next(self._numbers)}", response.prefix, self._cache_key
+        prompt_and_prefix = [*prompt_tokens, *prefix.tokens.tolist()]
         prompt = {
             "type": "token",
-            "prompt_token_ids": [*prompt_tokens, *prefix.tokens.tolist()],
+            "prompt_token_ids": prompt_and_prefix,
             # This request must not reuse cache blocks of an older version.
             "cache_salt": key,
         }
@@ -254,22 +202,29 @@ class VllmEngine(VersionedEngine):
             prompt = await self._with_images(prompt, response.images, prefix)
         asked = parameters(sampling, self._end_of_turn, carried=len(prefix))
         self._running.add(request_id)
+        rank = self._places.begin(prompt_and_prefix)
         if self._marks is not None:
             self._marks.began(request_id, self._version)
         response.follow(partial(self._so_far, request_id))
         try:
             search = StopSearch(self._endings, sampling, prefix)
-            asking = self._llm.generate(prompt, asked, request_id, lora_request=self._lora_request)
+            asking = self._llm.generate(
+                prompt, asked, request_id, lora_request=self._lora_request, data_parallel_rank=rank
+            )
             final, spans = await self._last_output(request_id, asking, search)
             if self._marks is not None:
                 self._marks.ended(request_id)
             completion = await self._sample(request_id, final, search.stopped, spans, sampling, prefix)
+            if key == self._cache_key:
+                self._places.computed(rank, [*prompt_tokens, *completion.tokens.tolist()])
             cached = CachedPrefix.reported(final.num_cached_tokens, self._cache_block, key)
             return replace(completion, cached=cached)
         except EngineDeadError as error:
             raise EngineDied(f"vLLM's engine process ended: {error}") from error
         finally:
             self._running.discard(request_id)
+            if self._places.end(rank):
+                self._stats.rests(rank)
             if self._marks is not None:
                 self._marks.forget(request_id)
 
@@ -377,19 +332,27 @@ class VllmEngine(VersionedEngine):
         clear = cache_policy == "recompute"
         if clear:
             await self._llm.renderer.clear_mm_cache_async()
-            self._scheduler.cleared(len(self._running))
+            self._stats.cleared(len(self._running))
+        self._paused, self._stands = True, False
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
+        self._stands = True
 
     async def _resume(self) -> None:
+        if not self._paused:
+            return  # data-parallel ranks wait for each other as they go on, and one may compute meanwhile
+        if not self._stands:  # a pause was given up; vLLM refuses to go on before it has come to it
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         await self._llm.resume_generation()
+        self._paused = False
 
     def _last_token_s(self) -> float:
-        return self._scheduler.last_step_s
+        return self._stats.last_step_s
 
     async def _end_requests(self) -> None:
         await self._llm.abort(list(self._running))
 
     async def _label(self, version: Version, cache_key: str) -> None:
+        self._places.forget()
         if self._marks is not None:
             await self._marks.swapped(version)
         else:

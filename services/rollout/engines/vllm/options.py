@@ -33,6 +33,8 @@ SHOWN_RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", *TEXT_PARTS
 after publications."""
 SHOWN_ON_GPUS = ("qwen3_5",)
 """Those whose log-probabilities on a GPU were compared with the trainer's: BENCHMARKS.md has the figures."""
+EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+"""Entries of a config that say how many experts a layer has, as vLLM reads them."""
 ON_LATENTS: dict[str, Any] = {
     # The CPU build's other backend for it packs weights, and supports bfloat16 only.
     "attention_config": {"backend": "CPU_MLA"},
@@ -84,6 +86,7 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: 
             reason = "vLLM's CPU build does not report the experts of a token"
             raise refused("algorithm.router_replay", True, reason, "use the transformers engine, or leave it out.")
         arguments["enable_return_routed_experts"] = True
+    arguments |= _rank_arguments(spec, adapter, start)
     arguments |= options
     text_part = _text_part(spec.model.path) if spec.data.images is None else {}
     if overrides := engine_overrides(spec.model.path) | text_part:
@@ -156,6 +159,34 @@ def without_broken_fusion(arguments: Any) -> Any:
     if broken and arguments.tensor_parallel_size > 1 and passes.fuse_allreduce_rms is None:
         passes.fuse_allreduce_rms = False
     return arguments
+
+
+def _rank_arguments(spec: JobSpec, adapter: AdapterShape | None, start: EngineStart | None) -> dict[str, Any]:
+    """Arguments for several data-parallel ranks, with the experts over the workers of all of them. Raises InvalidJob
+    for a model with fewer experts than workers, and for what was not compared with the trainer on several ranks."""
+    options, field = spec.rollout.options_of("vllm"), spec.rollout.field_of("vllm", "data_parallel_size")
+    ranks, workers = int(options.get("data_parallel_size") or 1), ENGINES["vllm"].world_size(options)
+    if ranks == 1:
+        return {}
+    reasons = {
+        "a replica over several hosts": start is not None,
+        "adapters that are published alone (model.lora.merge: false)": adapter is not None,
+        "images (data.images)": spec.data.images is not None,
+        "replayed routers (algorithm.router_replay)": spec.algorithm.router_replay,
+        "pipeline stages (pipeline_parallel_size)": int(options.get("pipeline_parallel_size") or 1) > 1,
+        "experts that lie over each rank's workers alone (enable_expert_parallel: false)": not options.get(
+            "enable_expert_parallel", True
+        ),
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        reason = f"several data-parallel ranks were not compared with the trainer together with: {'; '.join(found)}"
+        raise refused(field, ranks, reason, "leave one of them out, or start more replicas instead.")
+    config = read_text_config(spec.model.path)
+    experts = next((int(config[name]) for name in EXPERTS if config.get(name)), 0)
+    if experts < workers:
+        reason = f"the model has {experts or 'no'} experts, to lie over {workers} workers"
+        raise refused(field, ranks, reason, "leave it out, or lower it, and start more replicas.")
+    return {"enable_expert_parallel": True}
 
 
 def _node_arguments(spec: JobSpec, start: EngineStart) -> dict[str, Any]:
@@ -243,7 +274,7 @@ def check_api(llm: type, client: type) -> None:
     """Raises InvalidState naming what AsyncLLM and its AsyncMPClient lack in this release."""
     needed = {
         "AsyncLLM": (llm, ("resume_generation", "collective_rpc", "generate", "abort", "from_vllm_config")),
-        "AsyncMPClient": (client, ("pause_scheduler_async", "get_output_async")),
+        "AsyncMPClient": (client, ("pause_scheduler_async", "get_output_async", "_call_utility_async")),
     }
     missing = [f"{of}.{name}" for of, (found, names) in needed.items() for name in names if not hasattr(found, name)]
     if missing:

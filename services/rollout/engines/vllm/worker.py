@@ -2,7 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from services.rollout.engines.adapter import AdapterShape
 from services.rollout.engines.vllm.adapter import AdapterSlot
@@ -11,15 +14,14 @@ from services.rollout.weights.in_worker.receiver import WeightReceiver
 from services.rollout.weights.worker_messages import Introduction, carry_out, decode_request, encode
 from services.rollout.weights.worker_rpc import WorkerRpcServer
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 class WorkerExtension:
-    """A base class that vLLM adds to its Worker (`worker_extension_cls`). It uses the Worker's `rank`, `model_config`,
-    `model_runner` and `get_model`. The prefix of its names keeps them apart from the Worker's."""
+    """A base class that vLLM adds to its Worker (`worker_extension_cls`). It uses the Worker's `rank`, which counts the
+    workers of one data-parallel rank, `parallel_config`, `model_config`, `model_runner` and `get_model`. The prefix of
+    its names keeps them apart from the Worker's."""
 
     rank: int
+    parallel_config: Any
     model_config: Any
     model_runner: Any
     get_model: Callable[[], Any]
@@ -29,19 +31,23 @@ class WorkerExtension:
     def millrace_connect(self, place: str, adapter: str) -> list[str]:
         """Connects this worker to the replica, which listens at `place`, and makes a place for an adapter of the shape
         `adapter` (`AdapterShape.encode`; empty for none). Answers the names of the layers that have no place here."""
-        model = self._millrace_model(AdapterShape.decode(adapter) if adapter else None)
+        rank = receiver_rank(self.rank, self.parallel_config)
+        if self.parallel_config.data_parallel_size > 1:
+            # Releases up to 0.26 give all data-parallel ranks one seed, whose samples would be drawn alike.
+            torch.manual_seed(self.model_config.seed + self.parallel_config.data_parallel_rank)
+        model = self._millrace_model(rank, AdapterShape.decode(adapter) if adapter else None)
         receiver = self._millrace_receiver = WeightReceiver(model)
-        introduction = Introduction(self.rank)
+        introduction = Introduction(rank)
         self._millrace_server = WorkerRpcServer(place, introduction, lambda request: carry_out(receiver, request))
         return model.adapter.unplaced if isinstance(model.adapter, AdapterSlot) else []
 
-    def _millrace_model(self, shape: AdapterShape | None) -> EngineModel:
+    def _millrace_model(self, rank: int, shape: AdapterShape | None) -> EngineModel:
         if shape is None:
-            return EngineModel(self.rank, self.get_model, self.model_config.dtype)
+            return EngineModel(rank, self.get_model, self.model_config.dtype)
         from vllm.lora.layers import BaseLayerWithLoRA
 
         model = EngineModel(
-            self.rank, lambda: without_adapters(self.get_model(), BaseLayerWithLoRA), self.model_config.dtype
+            rank, lambda: without_adapters(self.get_model(), BaseLayerWithLoRA), self.model_config.dtype
         )
         model.adapter = AdapterSlot(self.model_runner.lora_manager, shape, self.model_config.dtype)
         return model
@@ -64,6 +70,13 @@ class WorkerExtension:
         return encode(carry_out(self._millrace_receiver, decode_request(request)))
 
 
+def receiver_rank(rank: int, parallel: Any) -> int:
+    """The number of a worker among those of all data-parallel ranks, in the order in which the replica asks them.
+    `rank`: its number within its data-parallel rank; `parallel`: vLLM's ParallelConfig there, whose `world_size` counts
+    those alone."""
+    return int(parallel.data_parallel_rank * parallel.world_size + rank)
+
+
 class ScoringExtension:
     """A base class that vLLM adds to the Worker of an engine that scores tokens for a pool."""
 
@@ -75,7 +88,7 @@ class ScoringExtension:
         model = self.get_model()
         compute: Callable[..., Tensor | None] = model.compute_logits
 
-        def scaled(*arguments: Any, **named: Any) -> "Tensor | None":
+        def scaled(*arguments: Any, **named: Any) -> Tensor | None:
             logits_nv = compute(*arguments, **named)
             if logits_nv is None:  # a rank without the whole vocabulary
                 return None

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -19,6 +20,7 @@ from services.rollout.engines.vllm.options import (
     check_model,
     engine_arguments,
 )
+from services.rollout.engines.vllm.worker import receiver_rank
 from services.rollout.nodes.place import EngineStart
 from tests.models import byte_tokenizer
 from tests.services.rollout.jobs import adapter_job, job_spec
@@ -187,10 +189,80 @@ def test_a_nodes_share_of_the_workers(tied_model: Path) -> None:
         ({"tensor_parallel_size": 3}, r"tensor_parallel_size: 3: 3 workers do not divide evenly into the 2 nodes"),
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, r"distributed_executor_backend: \"ray\""),
         ({"tensor_parallel_size": 2, "nnodes": 2}, r"nnodes: a job cannot set this option"),
-        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, r"data_parallel_size: a job cannot set this option"),
+        (
+            {"data_parallel_size": 2},
+            r"data_parallel_size: 2: several data-parallel ranks .* a replica over several hosts",
+        ),
     ],
 )
 def test_what_does_not_lie_over_nodes_is_refused(tied_model: Path, options: dict[str, Any], said: str) -> None:
     start = EngineStart(1, 2, "10.0.0.1", 25000, 7, "tcp://")
     with pytest.raises(InvalidJob, match=said):
         engine_arguments(job_spec(tied_model, "vllm", rollout={"engine_options": options}), None, start)
+
+
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    tiny.save("qwen3_moe", folder, served=True)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.e2e
+def test_experts_lie_over_the_workers_of_all_data_parallel_ranks(with_experts: Path) -> None:
+    """A worker's number in publications is the one by which vLLM gives it its experts."""
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+
+    options = {"data_parallel_size": 3, "tensor_parallel_size": 2}
+    spec = job_spec(with_experts, "vllm", rollout={"engine_options": options})
+    config = engine_arguments(spec).create_engine_config()
+    check_model(config)
+    parallel = config.parallel_config
+    assert (parallel.enable_expert_parallel, parallel.data_parallel_size, parallel.world_size) == (True, 3, 2)
+    numbers = []
+    for parallel.data_parallel_rank in range(3):
+        for rank in range(2):
+            flat = FusedMoEParallelConfig.flatten_tp_across_dp_and_pcp
+            with patch("vllm.model_executor.layers.fused_moe.config.get_tensor_model_parallel_rank", lambda r=rank: r):
+                size, of_experts = flat(2, 3, parallel.data_parallel_rank, 1, 0)
+            assert (size, of_experts) == (6, receiver_rank(rank, parallel))
+            numbers.append(of_experts)
+    assert numbers == list(range(6))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"enable_expert_parallel": False}, r"experts that lie over each rank's workers alone"),
+        ({"pipeline_parallel_size": 2}, r"pipeline stages"),
+    ],
+)
+def test_what_was_not_shown_on_several_ranks_is_refused_by_name(
+    with_experts: Path, options: dict[str, Any], said: str
+) -> None:
+    options = {"vllm": {"data_parallel_size": 2, **options}}
+    spec = job_spec(with_experts, "vllm", rollout={"engine_options": options})
+    with pytest.raises(InvalidJob, match=rf"rollout\.engine_options\.vllm\.data_parallel_size: 2: .*{said}"):
+        engine_arguments(spec)
+
+
+@pytest.mark.e2e
+def test_adapters_of_their_own_are_refused_on_several_ranks(with_experts: Path) -> None:
+    spec = adapter_job(with_experts, "vllm", rollout={"engine_options": {"data_parallel_size": 2}}, targets=["q_proj"])
+    with pytest.raises(InvalidJob, match=r"data_parallel_size: 2: .*model\.lora\.merge: false"):
+        engine_arguments(spec, adapter_shape(spec))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("options", "said"), [({}, "no experts, to lie over 2"), ({"tensor_parallel_size": 5}, "8 experts, to lie over 10")]
+)
+def test_every_worker_of_several_ranks_has_experts(
+    tied_model: Path, with_experts: Path, options: dict[str, Any], said: str
+) -> None:
+    options = {"data_parallel_size": 2, **options}
+    spec = job_spec(with_experts if "8" in said else tied_model, "vllm", rollout={"engine_options": options})
+    with pytest.raises(InvalidJob, match=rf"data_parallel_size: 2: the model has {said} workers"):
+        engine_arguments(spec)

@@ -12,7 +12,7 @@ from millrace.wire.arrays import unpack_logprobs, unpack_tokens
 from services.rollout.engine import Completion, EngineStats, Response, Sampling
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.versioned import VersionedEngine
-from services.rollout.engines.vllm.stats import SchedulerStats
+from services.rollout.engines.vllm.schedulers import SchedulerStats
 from tests.models import random_model
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.jobs import ENGINE_OPTIONS, job_spec
@@ -71,7 +71,7 @@ async def generated(stack: Stack, seen: set[int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.matrix  # the test above, test_concurrency.py and test_vllm_stats.py have its parts
+@pytest.mark.matrix  # the test above, test_concurrency.py and test_vllm_schedulers.py have its parts
 @pytest.mark.timeout(400)
 def test_vllm_with_a_small_cache_gets_fewer_samples(tied_model: Path) -> None:
     """Its cache has 8 blocks of 128 tokens, and 4 samples need up to 16."""
@@ -104,7 +104,7 @@ def test_vllm_with_a_small_cache_gets_fewer_samples(tied_model: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.matrix  # test_vllm_stats.py counts without an engine
+@pytest.mark.matrix  # test_vllm_schedulers.py counts without an engine
 @pytest.mark.timeout(400)
 def test_vllm_loses_no_slot_by_publications_that_clear_its_cache(
     tied_model: Path, monkeypatch: pytest.MonkeyPatch
