@@ -19,7 +19,7 @@ from millrace.spec.model import Model
 from services.trainer.backends.fsdp2 import recurrent
 from services.trainer.backends.fsdp2.computable import check_computable, named
 from services.trainer.backends.fsdp2.loading import FIX, ModelFolder
-from services.trainer.backends.fsdp2.noise import set_noise
+from services.trainer.backends.fsdp2.proof.tiny import set_noise
 from services.trainer.backends.fsdp2.sequence_parallel import SequenceGroup
 from services.trainer.backends.tower import without_tower
 from services.trainer.ranks import collectives

@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from services.trainer.backends.fsdp2 import attention, recurrent
-from services.trainer.backends.fsdp2.noise import JITTER, set_noise
 from services.trainer.backends.fsdp2.proof.implementations import INPUTS, PROVED, BordersLost, left_out
-from services.trainer.backends.fsdp2.proof.tiny import VOCABULARY, tiny
+from services.trainer.backends.fsdp2.proof.tiny import JITTER, VOCABULARY, set_noise, tiny
 from services.trainer.backends.fsdp2.sequence_parallel import SequenceGroup
 from services.trainer.backends.tower import without_tower
 from services.trainer.protocol.microbatch import MicroBatch

@@ -1,13 +1,17 @@
-"""A model's config with the same architecture and tiny sizes.
+"""Changes of a model's config: the same architecture with tiny sizes, and dropout and noise.
 
-Widths, numbers of heads, experts and layers, the vocabulary, and lengths of windows are made small. Everything else
-stays: the size of a head, kinds of layers, rotary positions, caps, sinks, biases, norms."""
+Of the tiny one widths, numbers of heads, experts and layers, the vocabulary, and lengths of windows are made small.
+Everything else stays: the size of a head, kinds of layers, rotary positions, caps, sinks, biases, norms."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+NOISE = ("dropout", "_pdrop", "layerdrop", "jitter_noise")
+"""Endings of entries of configs."""
+JITTER = ("jitter_noise",)
+"""Endings of those that routers may use in generation too."""
 VOCABULARY = 256
 WINDOW = 8
 """Shorter than the longest sequence of the proof, so that windows cut it."""
@@ -136,3 +140,11 @@ def _heads(entries: Mapping[str, Any]) -> dict[str, int]:
 
 def _first(entries: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     return next((value for name in names if type(value := entries.get(name)) is int), None)
+
+
+def set_noise(config: Any, share: float, endings: tuple[str, ...] = NOISE) -> None:
+    """Gives every entry with such an ending this value, those of the text part too."""
+    for part in (config, config.get_text_config()):
+        for name, value in vars(part).items():
+            if name.endswith(endings) and isinstance(value, float):
+                setattr(part, name, share)

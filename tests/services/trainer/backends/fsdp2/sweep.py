@@ -15,10 +15,9 @@ from services.rollout.engines.transformers.decode_batch import DecodeBatch
 from services.rollout.engines.transformers.model import attention_for
 from services.trainer.backends.fsdp2.attention import SEGMENTS
 from services.trainer.backends.fsdp2.computable import check_computable
-from services.trainer.backends.fsdp2.noise import set_noise
 from services.trainer.backends.fsdp2.proof.implementations import FLASH
 from services.trainer.backends.fsdp2.proof.packed import CANNOT_RUN, FIRST_TOKEN, build, random_model
-from services.trainer.backends.fsdp2.proof.tiny import VOCABULARY, tiny
+from services.trainer.backends.fsdp2.proof.tiny import VOCABULARY, set_noise, tiny
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 8},

@@ -7,10 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from services.trainer.backends.fsdp2.attention import SEGMENTS
-from services.trainer.backends.fsdp2.noise import set_noise
 from services.trainer.backends.fsdp2.proof.implementations import FLASH
 from services.trainer.backends.fsdp2.proof.packed import LENGTHS, Proof, prove
-from services.trainer.backends.fsdp2.proof.tiny import WINDOW, tiny
+from services.trainer.backends.fsdp2.proof.tiny import WINDOW, set_noise, tiny
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4},
