@@ -31,9 +31,11 @@ from millrace.events.job import (
 )
 from millrace.events.kind import EventData, EventKind
 from millrace.events.members import (
+    HandOverReason,
     MemberConfigured,
     MemberDied,
     MemberFailed,
+    MemberHandedOver,
     MemberJoined,
     MemberJoining,
     MemberOut,
@@ -76,6 +78,7 @@ __all__ = [
     "EventKind",
     "GroupDropped",
     "GroupStale",
+    "HandOverReason",
     "JobMoved",
     "JobRewound",
     "JobStopping",
@@ -84,6 +87,7 @@ __all__ = [
     "MemberConfigured",
     "MemberDied",
     "MemberFailed",
+    "MemberHandedOver",
     "MemberJoined",
     "MemberJoining",
     "MemberOut",
@@ -135,6 +139,7 @@ Payload = (
     | MemberConfigured
     | MemberFailed
     | MemberJoining
+    | MemberHandedOver
     | MemberOut
     | MemberDied
     | ReplicasScaled

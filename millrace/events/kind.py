@@ -20,6 +20,7 @@ class EventKind(StrEnum):
     MEMBER_CONFIGURED = "member.configured"
     MEMBER_FAILED = "member.failed"
     MEMBER_JOINING = "member.joining"
+    MEMBER_HANDED_OVER = "member.handed_over"
     MEMBER_OUT = "member.out"
     MEMBER_DIED = "member.died"
     REPLICAS_SCALED = "replicas.scaled"

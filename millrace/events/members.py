@@ -105,6 +105,30 @@ class MemberJoining(EventData):
     sender: str = Field(description="Member id of the trainer or of the replica that sends the weights.")
 
 
+class HandOverReason(StrEnum):
+    """Why a replica goes from one partition to another."""
+
+    FIRST = "first"
+    """The job there has no replica."""
+    SHARE = "share"
+    """The shares of the running jobs are others than what they have: one has begun, ended, or changed."""
+    DEMAND = "demand"
+    """The job there has work for it, and the one here keeps its trainer fed without it."""
+    REFUSED = "refused"
+    """It refused the job here."""
+
+
+class MemberHandedOver(EventData):
+    """A replica goes over to the job of another partition. It returns its leases with what they have got; they go to
+    other replicas of its job. Both jobs get this event."""
+
+    kind: Literal[EventKind.MEMBER_HANDED_OVER] = EventKind.MEMBER_HANDED_OVER
+    member: MemberId
+    before: str = Field(description="The partition that it leaves.")
+    partition: str = Field(description="The partition that it works in from now on.")
+    reason: HandOverReason
+
+
 class MemberOut(EventData):
     """A replica left or was lost; its leases go to other replicas."""
 

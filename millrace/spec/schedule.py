@@ -85,6 +85,10 @@ class Schedule(StrictModel):
     """true: while this job waits for its turn, a job of a lower priority that runs where it could run gives way after
     its step: it saves a checkpoint and goes back to the queue. The coordinator has to allow it by `--preempt-after-s`
     (docs/several-jobs.md)."""
+    share: float = Field(1.0, ge=0.01, le=1000.0)
+    """This job's share of the replicas that running jobs share, in relation to the others': with 2 it gets twice as
+    many as one with 1, as far as it has work for them. The coordinator has to allow it by `--share-replicas-s`
+    (docs/several-jobs.md)."""
     save_in_background: bool = True
     """true: training continues while a checkpoint is written from a copy in host memory, which takes 12 bytes a
     parameter over all ranks. false: training waits for the disk."""

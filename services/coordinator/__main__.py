@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from millrace.errors import MillraceError
+from millrace.errors import InvalidState, MillraceError
 from millrace.service_process import VersionOption, collect_rarely
 from millrace.telemetry import logs
 from millrace.telemetry.spans import export
@@ -32,6 +32,7 @@ from services.coordinator.options import (
     PriceOption,
     RedisOption,
     ScalerOption,
+    ShareOption,
     StalledOption,
     StateOption,
     UpOption,
@@ -72,6 +73,7 @@ def main(
     scale_down_s: DownOption = 300.0,
     jobs_per_user: JobsPerUserOption = 0,
     preempt_after_s: PreemptOption = 0.0,
+    share_replicas_s: ShareOption = 0.0,
     webhook: WebhookOption = "",
     webhook_key: WebhookKeyOption = "",
     stalled_after_s: StalledOption = 3600.0,
@@ -83,9 +85,7 @@ def main(
     from services.coordinator.webhooks import own_webhook
 
     try:
-        scaled = (
-            _scaling(autoscale, replica_price, replica_budget, scale_up_s, scale_down_s, scaler) if autoscale else None
-        )
+        scaled = _scaling(autoscale, replica_price, replica_budget, scale_up_s, scale_down_s, scaler, share_replicas_s)
         settings = Settings(
             http_host,
             http_port,
@@ -99,6 +99,7 @@ def main(
             scaled,
             jobs_per_user,
             preempt_after_s,
+            share_replicas_s,
             own_webhook(webhook, webhook_key, stalled_after_s),
         )
         logs.configure("coordinator")
@@ -113,9 +114,14 @@ def main(
 
 
 def _scaling(
-    between: str, price: float, budget: float, up_s: float, down_s: float, kind: str
-) -> "tuple[Scaler, Scaling]":
-    """What scales the replicas, and how. Raises MillraceError."""
+    between: str, price: float, budget: float, up_s: float, down_s: float, kind: str, share_s: float
+) -> "tuple[Scaler, Scaling] | None":
+    """What scales the replicas, and how; None if nothing does. Raises MillraceError."""
+    if not between:
+        return None
+    if share_s:
+        what = "--share-replicas-s: is given together with --autoscale, which counts the replicas of one partition."
+        raise InvalidState(what, "leave one of them out.")
     from services.coordinator.scaling.autoscaler import Scaling, limits
     from services.coordinator.scaling.decision import Pace
     from services.coordinator.scaling.scalers import scaler

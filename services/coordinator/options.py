@@ -63,6 +63,14 @@ PreemptOption = Annotated[
         min=0,
     ),
 ]
+ShareOption = Annotated[
+    float,
+    typer.Option(
+        envvar="MILLRACE_SHARE_REPLICAS_S",
+        help="Least seconds between two hand-overs of replicas to jobs of other partitions; 0: there are none.",
+        min=0,
+    ),
+]
 WebhookOption = Annotated[
     str,
     typer.Option(

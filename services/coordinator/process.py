@@ -30,6 +30,7 @@ from services.coordinator.redis_server import RedisServer, locked
 from services.coordinator.rest.app import application
 from services.coordinator.scaling.autoscaler import Autoscaler, Scaling
 from services.coordinator.scaling.scalers import Scaler
+from services.coordinator.scaling.sharing import Sharing
 from services.coordinator.servicers import FleetServicer, WorkServicer, servicers
 from services.coordinator.stages.run import Shared
 from services.coordinator.standby import Standby, bound
@@ -65,6 +66,8 @@ class Settings:
     """Most active jobs of one user; 0: no limit."""
     preempt_after_s: float = 0.0
     """Seconds that a job runs after each start before it gives way to one that asks for it; 0: none does."""
+    share_replicas_s: float = 0.0
+    """Seconds between two hand-overs of replicas to jobs of other partitions, at least; 0: there are none."""
     webhook: Hook | None = None
     """Webhook that gets messages about every job; None: only the webhooks of jobs get some."""
 
@@ -133,7 +136,9 @@ class Coordinator:
             control=control_bell,
             work_address=_work_address(self._settings.grpc_host, grpc.port),
         )
-        placing = Placing(shared, Quota(self._settings.jobs_per_user), Preemption(self._settings.preempt_after_s))
+        settings = self._settings
+        rules = Quota(settings.jobs_per_user), Preemption(settings.preempt_after_s)
+        placing = Placing(shared, *rules, shares_replicas=settings.share_replicas_s > 0)
         await placing.load()
         views = JobViews(placing)
         control = Control(store, events, control_bell, views.waits_for)
@@ -170,6 +175,8 @@ class Coordinator:
         yield shared.spans.run()
         if settings.autoscale is not None:
             yield Autoscaler(placing.partitions[DEFAULT_PARTITION], *settings.autoscale).run()
+        if settings.share_replicas_s:
+            yield Sharing(placing.partitions, shared, settings.share_replicas_s).run()
         yield run_partitions(placing)
         if self._redis is not None:
             yield self._redis.watch()

@@ -104,11 +104,11 @@ export interface Event {
   id: string;
   time_s: number;
   message: string;
-  data: JobMoved | JobWaiting | JobRewound | JobStopping | DataOpened | TrainerConfiguring | TrainerConfigured | TrainerLost | TrainerLeft | TrainerOutOfMemory | MemberJoined | MemberConfigured | MemberFailed | MemberJoining | MemberOut | MemberDied | ReplicasScaled | PromptDropped | LeaseExpired | GroupStale | GroupDropped | StepDone | TrainingWarning | PublicationDone | PublicationFailed | EvaluationDone | CheckpointSaved | CheckpointBest | CheckpointFailed | CheckpointCopied | CheckpointCopyFailed | TrackerFailed | ReportFailed | WebhookFailed | OtherRelease;
+  data: JobMoved | JobWaiting | JobRewound | JobStopping | DataOpened | TrainerConfiguring | TrainerConfigured | TrainerLost | TrainerLeft | TrainerOutOfMemory | MemberJoined | MemberConfigured | MemberFailed | MemberJoining | MemberHandedOver | MemberOut | MemberDied | ReplicasScaled | PromptDropped | LeaseExpired | GroupStale | GroupDropped | StepDone | TrainingWarning | PublicationDone | PublicationFailed | EvaluationDone | CheckpointSaved | CheckpointBest | CheckpointFailed | CheckpointCopied | CheckpointCopyFailed | TrackerFailed | ReportFailed | WebhookFailed | OtherRelease;
   kind: EventKind | string;
 }
 
-export type EventKind = "job.state" | "job.waiting" | "job.rewound" | "job.stopping" | "data.opened" | "trainer.configuring" | "trainer.configured" | "trainer.lost" | "trainer.left" | "trainer.out_of_memory" | "member.joined" | "member.configured" | "member.failed" | "member.joining" | "member.out" | "member.died" | "replicas.scaled" | "prompt.dropped" | "lease.expired" | "group.stale" | "group.dropped" | "step.done" | "training.warning" | "publication.done" | "publication.failed" | "evaluation.done" | "checkpoint.saved" | "checkpoint.best" | "checkpoint.failed" | "checkpoint.copied" | "checkpoint.copy_failed" | "tracker.failed" | "report.failed" | "webhook.failed";
+export type EventKind = "job.state" | "job.waiting" | "job.rewound" | "job.stopping" | "data.opened" | "trainer.configuring" | "trainer.configured" | "trainer.lost" | "trainer.left" | "trainer.out_of_memory" | "member.joined" | "member.configured" | "member.failed" | "member.joining" | "member.handed_over" | "member.out" | "member.died" | "replicas.scaled" | "prompt.dropped" | "lease.expired" | "group.stale" | "group.dropped" | "step.done" | "training.warning" | "publication.done" | "publication.failed" | "evaluation.done" | "checkpoint.saved" | "checkpoint.best" | "checkpoint.failed" | "checkpoint.copied" | "checkpoint.copy_failed" | "tracker.failed" | "report.failed" | "webhook.failed";
 
 /** A number that speaks for a finding. */
 export interface FigureView {
@@ -181,6 +181,9 @@ export interface GroupView {
   data_source: string;
   samples: SampleView[];
 }
+
+/** Why a replica goes from one partition to another. */
+export type HandOverReason = "first" | "share" | "demand" | "refused";
 
 /** How one quantity was distributed in some steps of a job. */
 export interface HistogramView {
@@ -414,6 +417,15 @@ export interface MemberFailed {
   member: string;
   refused: boolean;
   pool: string;
+}
+
+/** A replica goes over to the job of another partition. It returns its leases with what they have got; they go to other replicas of its job. Both jobs get this event. */
+export interface MemberHandedOver {
+  kind: "member.handed_over";
+  member: string;
+  before: string;
+  partition: string;
+  reason: HandOverReason;
 }
 
 /** A replica registered and is being configured for the job. */

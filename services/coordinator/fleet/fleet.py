@@ -113,9 +113,9 @@ class Fleet:
             what = f"member {request.member_id!r} at {request.address!r} of kind {request.kind} cannot be registered."
             raise InvalidState(what, "send an id, host:port and a kind.")
         member = Member.of(request)
-        if (known := self._members.get(member.id)) and known.partition != member.partition:
+        if (known := self._members.get(member.id)) and known.home != member.home:
             what = f"{member.id} is of the partition {known.partition}, and registers in {member.partition}."
-            raise InvalidState(what, "end its process and start it again: a member stays in its partition.")
+            raise InvalidState(what, "end its process and start it again: a member stays in the partition it names.")
         if known and known.address == request.address:
             known.pulse, known.lost_after_s = Pulse(), self.patience_now.lost_after_s
             return self.epoch
@@ -249,6 +249,18 @@ class Fleet:
         """Removes a member that did not answer a call, if its address cannot be reached either."""
         if not member.gone.is_set() and (why := await self._unreachable(member)):
             await self._remove(member, f"it does not answer, and {why}")
+
+    async def hand_over(self, member: Member, partition: str) -> None:
+        """Makes a replica a member of another partition. It works on for its old job until it is configured for the job
+        there: then it returns its leases with what they have got. Not while weights are on their way to or from it."""
+        member.came_from, member.partition, member.joined_s = member.partition, partition, time.time()
+        member.weights = member.configured = member.unconfigured = None
+        member.failures, member.retry_at = 0, 0.0
+        if (peer := self._peers.get(member.id)) is not None:
+            peer.deadlines = self.deadlines(partition)
+        self.epoch = await self._store.members.grow()
+        await self.keep(member)
+        self.bell.ring()
 
     async def grow(self) -> None:
         """Raises the epoch: answers to earlier publications are refused from now on."""

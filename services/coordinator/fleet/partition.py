@@ -19,7 +19,7 @@ LONGEST_WAIT_S = 30.0
 
 
 class Partition:
-    """What the job of a partition sees of the fleet. A member belongs to one partition for its whole life.
+    """What the job of a partition sees of the fleet. A member belongs to one partition at a time.
 
     The epoch is that of the whole fleet. It orders publications of one job and is compared with nothing else, so that
     changes in other partitions only leave gaps; and a job that runs in another partition later finds no lower one."""
@@ -46,11 +46,12 @@ class Partition:
         """Deadlines of calls to the members, in seconds by method. The job of the partition sets them."""
         return self._fleet.deadlines(self.name)
 
-    def on_gone(self, call: Gone) -> None:
-        """As `Fleet.on_gone`, for the members of this partition."""
+    def on_gone(self, call: Gone, *, handed_over: bool = False) -> None:
+        """As `Fleet.on_gone`, for the members of this partition; with `handed_over` also for those that it handed over
+        and that may still hold leases of its job."""
 
         async def told(member: Member, why: str) -> None:
-            if self.has(member):
+            if self.has(member) or (handed_over and member.came_from == self.name):
                 await call(member, why)
 
         self._fleet.on_gone(told)
@@ -73,7 +74,7 @@ class Partition:
         member = self._fleet.member(member_id)
         if not self.has(member):
             what = f"{member_id} is of the partition {member.partition}, not of {self.name}."
-            raise InvalidState(what, "start it again with the other --partition.")
+            raise InvalidState(what, "ask again: a replica that names no partition can be handed over.")
         return member
 
     @property
@@ -139,6 +140,7 @@ class Partition:
     async def configured(self, member: Member, configured: Configured) -> None:
         """The member's engine is ready for a job. It has no weights yet."""
         member.configured, member.weights, member.failures, member.unconfigured = configured, None, 0, None
+        member.came_from = ""
         await self._fleet.keep(member)
         self.bell.ring()
 

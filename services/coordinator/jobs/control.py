@@ -49,6 +49,7 @@ CHANGEABLE = {
     "schedule.partition": False,
     "schedule.priority": False,
     "schedule.preempt": False,
+    "schedule.share": False,
     "schedule.steps": True,
     "model.use_shm": True,
     "trainer.token_budget": True,

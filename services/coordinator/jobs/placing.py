@@ -20,8 +20,10 @@ class Placing:
     """All partitions, and which job runs where. A partition runs at most one job, and an active job is in exactly one
     partition: it is recorded with the job in the same transition in which the job starts."""
 
-    def __init__(self, shared: Shared, quota: Quota, preemption: Preemption) -> None:
+    def __init__(self, shared: Shared, quota: Quota, preemption: Preemption, *, shares_replicas: bool = False) -> None:
+        """`shares_replicas`: whether replicas that are free are handed over to the jobs of other partitions."""
         self.shared = shared
+        self._shares_replicas = shares_replicas
         self.quota = quota
         self._preemption = preemption
         self.partitions: dict[str, Components] = {}
@@ -52,10 +54,16 @@ class Placing:
         for member in self.shared.whole_fleet.of_kind(MemberKind.ROLLOUT):
             if not member.draining:
                 pools.setdefault(member.partition, set()).add(member.pool)
+        lends = self._shares_replicas and any(map(self._can_give, self.partitions.values()))
         return [
-            Place(name, each.turn, each.fleet.trainer is not None, pools.get(name, ()))
+            Place(name, each.turn, each.fleet.trainer is not None, pools.get(name, ()), lends)
             for name, each in self.partitions.items()
         ]
+
+    def _can_give(self, components: Components) -> bool:
+        """Whether a partition has a replica that can be handed over: its job, if it has one, keeps another one."""
+        replicas = components.fleet.replicas
+        return any(not m.home for m in replicas) and (components.turn.running is None or len(replicas) > 1)
 
     async def next(self, components: Components) -> JobRecord | None:
         """The job that has begun in a partition; else the queued one that comes next there, if there is a trainer for

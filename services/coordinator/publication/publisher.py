@@ -55,6 +55,11 @@ class Publisher:
         self._placed: tuple[JobId, str] | None = None
         """Job and digest of its spec for which PLACED was noted last."""
 
+    @property
+    def sending(self) -> bool:
+        """Whether weights are on their way, from the trainer or from a replica."""
+        return self.publishing or self._copying is not None
+
     async def publish(self, job: JobRecord, receivers: Sequence[Member]) -> PublicationReport:
         """Brings the trainer's version to `receivers`; those that fail are taken out. Needs the trainer's turn.
 

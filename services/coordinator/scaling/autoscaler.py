@@ -73,7 +73,7 @@ class Autoscaler:
         scaling, now = self._scaling, time.monotonic()
         if self._state is None:
             self._state = State.of(await self._scaler.current(), now)
-        look = await self._seen_now(now)
+        look = await look_at(self._components, now, self._pool)
         if look.job != self._job:
             self._job, self._state = look.job, self._state.forget()
         self._figures.add(look)
@@ -86,25 +86,6 @@ class Autoscaler:
             await self._tell(decision, seen, look.job)
             self._asked_at = self._retry_s = 0.0
         await self._reach(self._state.wanted, now)
-
-    async def _seen_now(self, now: float) -> Look:
-        components, running = self._components, self._components.queue.running_job
-        members = components.fleet.pool(self._pool)
-        job = running.weights.job_id if running is not None else None
-        ready = [m for m in members if m.state is MemberState.SERVING or job is None]
-        counts = await components.store.prompts(job).counts() if job is not None else None
-        return Look(
-            at=now,
-            job=job or (components.turn.job.id if components.turn.job is not None else None),
-            step=running.weights.version if running is not None else 0,
-            waits=running is not None and not components.trainer.turn.locked(),
-            ready=len(ready),
-            busy=sum(_running(m) > 0 for m in ready),
-            running=sum(map(_running, ready)),
-            fullest=max(map(_running, ready), default=0),
-            coming=len(members) - len(ready),
-            prompts=counts.queued - counts.waiting + counts.leased if counts is not None else 0,
-        )
 
     async def _tell(self, decision: Decision, seen: Seen, job: JobId | None) -> None:
         names.SCALINGS.on(self._components.prometheus.registry).labels(pool=self._pool, reason=decision.reason).inc()
@@ -132,6 +113,26 @@ class Autoscaler:
             return
         self._asked_at, self._retry_s = now, min(LONGEST_RETRY_S, max(FIRST_RETRY_S, 2 * self._retry_s))
         await self._scaler.set(wanted)
+
+
+async def look_at(components: Components, now: float, pool: str = ROLLOUT) -> Look:
+    """A pool of a partition as it is at `now`, in seconds of a steady clock."""
+    running, members = components.queue.running_job, components.fleet.pool(pool)
+    job = running.weights.job_id if running is not None else None
+    ready = [m for m in members if m.state is MemberState.SERVING or job is None]
+    counts = await components.store.prompts(job).counts() if job is not None else None
+    return Look(
+        at=now,
+        job=job or (components.turn.job.id if components.turn.job is not None else None),
+        step=running.weights.version if running is not None else 0,
+        waits=running is not None and not components.trainer.turn.locked(),
+        ready=len(ready),
+        busy=sum(_running(m) > 0 for m in ready),
+        running=sum(map(_running, ready)),
+        fullest=max(map(_running, ready), default=0),
+        coming=len(members) - len(ready),
+        prompts=counts.queued - counts.waiting + counts.leased if counts is not None else 0,
+    )
 
 
 def _running(member: Member) -> int:

@@ -54,6 +54,7 @@ def placement(spec: JobSpec) -> dict[str, Any]:
     """The fields of a record by which a job gets its partition and its turn, from its spec."""
     schedule, pools = spec.schedule, ",".join(pool.name for pool in spec.pools)
     turn = {"wanted_partition": schedule.partition or "", "priority": schedule.priority}
+    turn["share"] = schedule.share
     return {**turn, "preempt": int(schedule.preempt), "pools": pools}
 
 
@@ -149,6 +150,8 @@ class JobRecord:
     priority: int = 0
     preempt: int = 0
     """1: while it waits for its turn, jobs of a lower priority give way to it."""
+    share: float = 1.0
+    """Its share of the replicas that running jobs share, in relation to the others'."""
     started_step: int = 0
     """Steps that were trained when it started last."""
     gave_way: str = ""
@@ -175,7 +178,7 @@ class JobRecord:
     def spec_for_members(self) -> str:
         """The spec as trainer and replicas get it: without the fields that have their defaults."""
         schedule = self.spec.schedule.model_copy(
-            update={"partition": None, "priority": 0, "preempt": False}
+            update={"partition": None, "priority": 0, "preempt": False, "share": 1.0}
         )  # of no use to a member
         return self.spec.model_copy(update={"schedule": schedule}).without_defaults()
 

@@ -128,9 +128,14 @@ class Member:
     pool: str = ROLLOUT
     """The pool of a replica."""
     partition: str = DEFAULT_PARTITION
-    """The partition that it works in for its whole life."""
+    """The partition that it works in."""
+    home: str = ""
+    """The partition that it was started for, where it stays; empty: it named none, and may be handed over to another
+    one than the default."""
+    came_from: str = ""
+    """The partition that handed it over, until it is ready for the job here: then it has returned its leases there."""
     joined_s: float = field(default_factory=time.time)
-    """Unix time."""
+    """Unix time at which it joined the fleet, or was handed over."""
     draining: bool = False
     trains: bool = False
     """Whether it is the trainer that the loop of a job calls: the job asks it for a checkpoint before it leaves."""
@@ -175,6 +180,7 @@ class Member:
             sessions_port=request.sessions_port,
             pool=request.pool or ROLLOUT,
             partition=request.partition or DEFAULT_PARTITION,
+            home=request.partition,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -196,6 +202,8 @@ class Member:
         tree: dict[str, Any] = {name: getattr(self, name) for name in (*names, "joined_s", "draining")}
         if self.partition != DEFAULT_PARTITION:  # a coordinator of an earlier release does not know the field
             tree["partition"] = self.partition
+        if self.home != _usual_home(tree):
+            tree["home"] = self.home
         tree["configured"] = vars(self.configured) if self.configured else None
         tree["weights"] = vars(self.weights) if self.weights else None
         return tree
@@ -204,7 +212,8 @@ class Member:
     def from_json(cls, tree: Mapping[str, Any]) -> Self:
         configured = Configured(**tree["configured"]) if tree["configured"] else None
         weights = Weights(**tree["weights"]) if tree["weights"] else None
-        return cls(**{**tree, "kind": MemberKind(tree["kind"]), "configured": configured, "weights": weights})
+        made = {"kind": MemberKind(tree["kind"]), "configured": configured, "weights": weights}
+        return cls(**{"home": _usual_home(tree), **tree, **made})
 
     @property
     def leaves(self) -> bool:
@@ -307,6 +316,12 @@ class Member:
             trouble=str(self.unconfigured.error) if self.unconfigured is not None else "",
             gone=self.why_gone,
         )
+
+
+def _usual_home(tree: Mapping[str, Any]) -> str:
+    """The home of a member that was not handed over, from its stored fields: they name a partition that it named, with
+    the exception of the default one."""
+    return str(tree.get("partition", ""))
 
 
 def host_views(usage: fleet_pb2.MemberUsage) -> list[HostView]:

@@ -107,10 +107,14 @@ class Place:
     has_trainer: bool = False
     pools: Collection[str] = ()
     """Pools with a replica that does not drain, `rollout` among them."""
+    can_borrow: bool = False
+    """Whether a replica of another partition would be handed over to its job."""
 
-    def can_run(self, job: JobRecord) -> bool:
-        """Whether its members are all that the job needs."""
-        return self.has_trainer and {ROLLOUT, *job.pool_names} <= set(self.pools)
+    def can_run(self, job: JobRecord, *, borrowing: bool = False) -> bool:
+        """Whether its members are all that the job needs; with `borrowing` together with a replica of another
+        partition."""
+        borrowed = {ROLLOUT} if borrowing and self.can_borrow else set[str]()
+        return self.has_trainer and {ROLLOUT, *job.pool_names} <= borrowed.union(self.pools)
 
 
 @dataclass(frozen=True)
@@ -127,12 +131,15 @@ class Quota:
 
 
 def places_for(job: JobRecord, places: Sequence[Place]) -> list[Place]:
-    """The places where a queued job may run. Those with all members that it needs, if there are any; else it starts
-    where a trainer is, and waits there for the others. A job that is continued goes where it ran before, if nothing
-    runs there: the trainer may still hold it."""
+    """The places where a queued job may run. Those with all members that it needs, if there are any; if all of these
+    have jobs, those too that borrow a replica; else it starts where a trainer is, and waits there for the others. A job
+    that is continued goes where it ran before, if nothing runs there: the trainer may still hold it."""
     if job.wanted_partition:
         return [place for place in places if place.name == job.wanted_partition]
-    found = [place for place in places if place.can_run(job)] or [p for p in places if p.has_trainer] or list(places)
+    found = [place for place in places if place.can_run(job)]
+    if all(place.turn.running is not None for place in found):
+        found = [place for place in places if place.can_run(job, borrowing=True)]
+    found = found or [place for place in places if place.has_trainer] or list(places)
     before = [place for place in found if place.name == job.partition and place.turn.running is None]
     return before or found
 

@@ -34,6 +34,7 @@ FOR_TURNS = (
     "wanted_partition",
     "priority",
     "preempt",
+    "share",
     "pools",
     "since_s",
     "step",

@@ -10,7 +10,7 @@ from dataclasses import replace
 from millrace import events
 from millrace.contracts.v1 import common_pb2, work_pb2
 from millrace.drops import Drop, DropReason
-from millrace.errors import NotFound
+from millrace.errors import InvalidState, NotFound
 from millrace.ids import JobId, MemberId, PromptId, Purpose
 from millrace.rest.fleet import DEFAULT_PARTITION
 from millrace.spec.pool import ROLLOUT
@@ -56,7 +56,7 @@ class Queue:
         for bell in (self.issued, partition.bell):
             bell.on_ring(self._line.ring)
         partition.on_drain(lambda member: self._line.wake(member.id))
-        partition.on_gone(self.take_back)
+        partition.on_gone(self.take_back, handed_over=True)
 
     def place(self) -> tuple[JobId, int] | None:
         """The running job and the step in progress; None while no job runs."""
@@ -68,7 +68,7 @@ class Queue:
     async def lease(self, member_id: MemberId, free_samples: int, wait_s: float) -> tuple[list[work_pb2.Lease], str]:
         """Leases for as many samples as the member can start, or the reason why there are none. Members that wait at
         the same time share the open prompts by their free slots. Waits for leases up to `wait_s`. Raises NotFound if
-        the caller is not a member."""
+        the caller is not a member, InvalidState once it was handed over to another partition."""
         deadline = time.monotonic() + min(wait_s, LONGEST_WAIT_S)
         rings, offer = self._line.rings, BEHIND
         if wait_s <= 0 or not self._line.is_served:
@@ -88,11 +88,11 @@ class Queue:
         return offer.leases, offer.idle_reason
 
     def _may_look(self, member_id: MemberId) -> bool:
-        """Whether to answer a member that waits: it could get leases, or it is not a member any more."""
+        """Whether to answer a member that waits: it could get leases, or it is not a member here any more."""
         job = self.running_job
         try:
             return job is not None and not _why_idle(job, self.partition.member(member_id))
-        except NotFound:
+        except (NotFound, InvalidState):
             return True
 
     async def _offer(self, member: Member, free_samples: int) -> Offer:
