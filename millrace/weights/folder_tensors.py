@@ -25,14 +25,18 @@ NOT_OF_A_MODEL = (r"rotary_emb\.inv_freq$", r"^[^.]+$")
 checkpoint, such as its step."""
 TIED = "tie_word_embeddings"
 INNER = "language_model."
+TOWER = "visual."
+"""How the names of the tensors of a tower for images begin; in some folders after `model.`."""
 
 
 def stored_name(name: str, names: Container[str]) -> str:
     """The name, among `names` of a folder's tensors, of the tensor that is trained and published as `name`: the
-    language model may lie inside another one, in the folder or in the trainer. A name that the folder has in no form
-    stays as it is."""
+    language model may lie inside another one, in the folder or in the trainer, and a tower outside of it. A name that
+    the folder has in no form stays as it is."""
     prefix, dot, rest = name.partition(".")
-    forms = (name, inside(name), f"{prefix}{dot}{rest.removeprefix(INNER)}")
+    forms = [name, inside(name), f"{prefix}{dot}{rest.removeprefix(INNER)}"]
+    if rest.startswith(TOWER):
+        forms.append(rest)
     return next((form for form in forms if form in names), name)
 
 

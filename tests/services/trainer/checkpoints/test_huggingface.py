@@ -76,6 +76,7 @@ def test_what_is_not_trained_may_be_in_a_distributed_checkpoint(tmp_path: Path) 
 
 def test_a_language_model_inside_another_keeps_the_folders_names(tmp_path: Path) -> None:
     names = ["model.language_model.norm.weight", "model.visual.norm.weight", "lm_head.weight", "model.plain.weight"]
+    names += ["visual.older.weight"]
     save_file({name: torch.ones(2) for name in names}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
     stored_name = names_in(tmp_path)
@@ -86,8 +87,9 @@ def test_a_language_model_inside_another_keeps_the_folders_names(tmp_path: Path)
         "model.new.weight",
         "model.visual.norm.weight",
         "model.language_model.plain.weight",
+        "model.visual.older.weight",
     ]
     found = [stored_name(name) for name in asked]
-    assert found == ["model.language_model.norm.weight", *asked[1:-1], "model.plain.weight"]
+    assert found == ["model.language_model.norm.weight", *asked[1:-2], "model.plain.weight", "visual.older.weight"]
     given = {stored_name(name) for name in asked[:3]}
-    assert dict(untrained(tmp_path, given)).keys() == {"model.visual.norm.weight"}
+    assert dict(untrained(tmp_path, given)).keys() == {"model.visual.norm.weight", "visual.older.weight"}
