@@ -112,6 +112,8 @@ class BackendDescriptor(Generic[Options]):
     """Whether `algorithm.router_replay` can be used."""
     takes_images: bool = False
     """Whether `data.images` can be used."""
+    trains_towers: bool = False
+    """Whether `trainer.train_tower` can be used."""
     trains_adapters: bool = False
     """Whether `model.lora` can be used."""
     publishes_adapters: bool = False

@@ -166,10 +166,10 @@ def picture(seed: int, width: int, height: int, kind: str = "PNG") -> bytes:
     return file.getvalue()
 
 
-def opened_model(folder: Path) -> Any:
-    """The model of a folder in transformers, float32, its tower frozen."""
+def opened_model(folder: Path, *, train_tower: bool = False) -> Any:
+    """The model of a folder in transformers, float32, its tower frozen unless that is trained."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    model.model.visual.requires_grad_(False)
+    model.model.visual.requires_grad_(train_tower)
     return model
 
 

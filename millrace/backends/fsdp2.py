@@ -75,6 +75,7 @@ DESCRIPTOR = BackendDescriptor(
     check="millrace.fsdp2.rules:check_submission",
     across_hosts="millrace.fsdp2.rules:across_hosts",
     takes_images=True,
+    trains_towers=True,
     trains_adapters=True,
     publishes_adapters=True,
     memory="millrace.memory.fsdp2:predict",

@@ -25,6 +25,7 @@ def broken_rules(spec: JobSpec) -> list[Mistake]:
         *_output(spec),
         *_data(spec),
         *_images(spec),
+        *_tower(spec),
         *_schedule(spec),
         *_reward(spec),
         *_sizes(spec),
@@ -122,6 +123,23 @@ def _images(spec: JobSpec) -> Iterator[Mistake]:
     if spec.data.overlong_prompts != "drop":
         reason = "a cut could take a part of an image, and data.images is given"
         yield _broken("data.overlong_prompts", spec.data.overlong_prompts, reason, "set it to drop")
+
+
+def _tower(spec: JobSpec) -> Iterator[Mistake]:
+    """What a trained tower needs, and what was not shown to be right with it."""
+    if not spec.trainer.train_tower:
+        return
+    field = "trainer.train_tower"
+    if spec.data.images is None:
+        reason = "no prompt has an image, since data.images is not given"
+        yield _broken(field, True, reason, "give data.images, or leave the option out")
+    if spec.model.lora is not None:
+        reason = "model.lora freezes every weight of the model, and has no adapter for its tower"
+        yield _broken(field, True, reason, "leave one of them out")
+    if not BACKENDS[spec.trainer.backend].trains_towers:
+        able = " or ".join(name for name, backend in BACKENDS.items() if backend.trains_towers)
+        reason = f"the backend {spec.trainer.backend} keeps the tower frozen"
+        yield _broken(field, True, reason, f"set trainer.backend to {able}, or leave the option out")
 
 
 def _reward(spec: JobSpec) -> Iterator[Mistake]:

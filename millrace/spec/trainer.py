@@ -82,6 +82,9 @@ class Trainer(StrictModel):
     at once."""
     activation_recompute: bool = False
     """Whether activations are recomputed in the backward pass: less memory, about a third more work."""
+    train_tower: bool = False
+    """Whether the model's tower for images is trained with its language model, in a job with `data.images`. false: it
+    is frozen."""
     optimizer: Optimizer = Field(Optimizer(), examples=[{"lr": 1e-6}])
     """Optimizer of the policy."""
     seed: int = Field(0, ge=0, le=limits.LARGEST_SEED)

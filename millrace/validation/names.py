@@ -41,6 +41,7 @@ FIELDS: dict[str, str] = {
     "prompt_data": "data.files",
     "image_key": "data.images",
     "limit_images": "data.images",
+    "freeze_vision_tower": "trainer.train_tower",
     "truncation": "data.overlong_prompts",
     "filter_overlong_prompts": "data.overlong_prompts",
     "apply_chat_template_kwargs": "data.chat_template_options",

@@ -196,7 +196,7 @@ def test_what_yaml_can_say_and_no_job(tmp_path, text, told):
 
 
 def test_the_tree_is_small_and_every_unclear_leaf_is_explained():
-    assert leaves(JobSpec) < 215
+    assert leaves(JobSpec) < 217
 
 
 def test_a_role_has_the_policys_values_and_its_own():
@@ -347,3 +347,15 @@ def test_images_are_refused_with_what_was_not_shown_to_be_right_with_them():
         section, name = path.split(".")
         told = refusal({**tree, section: {**tree.get(section, {}), name: value}})
         assert path in told and "data.images" in told and "Fix:" in told, told
+
+
+def test_a_trained_tower_needs_images_and_full_weights_on_a_backend_that_trains_it():
+    images, tower = with_("data.images", {}), {"train_tower": True}
+    assert parse({**images, "trainer": tower}).trainer.train_tower and not parse(images).trainer.train_tower
+    for tree, trainer, told in (
+        (SMALLEST, tower, "no prompt has an image"),
+        ({**images, "model": {**SMALLEST["model"], "lora": {"rank": 8}}}, tower, "has no adapter for its tower"),
+        (images, {**tower, "backend": "megatron"}, "the backend megatron keeps the tower frozen"),
+    ):
+        refused = refusal({**tree, "trainer": trainer})
+        assert "trainer.train_tower" in refused and told in refused and "Fix:" in refused, refused

@@ -11,8 +11,8 @@ from millrace.errors import InvalidJob, PublicationFailed, refused
 from millrace.lora import PREFIX, AskedAdapter, recurrent_layers
 from millrace.spec import JobSpec
 from millrace.spec.lora import folder_names, is_router
+from millrace.weights.folder_tensors import TOWER
 from millrace.weights.plans.manifest import Manifest
-from services.rollout.weights.in_worker.model import TOWER
 
 FIELD = "model.lora.merge"
 FIX = "set model.lora.merge to true: replicas get whole weights then, with the adapter merged into them."

@@ -27,7 +27,7 @@ READ_BY_ENGINES = (".json", ".model", ".txt", ".tiktoken", ".py")
 def engine_needs(spec: JobSpec, engine: str) -> dict[str, Any]:
     """All that a running `engine` depends on, by the field of the job: it serves every job for which this is the same.
     The files of the model folder count by content, wherever the folder is. Its weights do not count, since publications
-    bring them, unless the job has images: the tower is read from the folder."""
+    bring them, unless the job has images and does not train the tower: then that is read from the folder."""
     model, rollout, images = spec.model, spec.rollout, spec.data.images
     needs: dict[str, Any] = {
         "model.trust_remote_code": model.trust_remote_code,
@@ -36,12 +36,14 @@ def engine_needs(spec: JobSpec, engine: str) -> dict[str, Any]:
         "data.max_prompt_tokens + rollout.max_response_tokens": spec.data.max_prompt_tokens
         + rollout.max_response_tokens,
         "data.images": images is not None,
+        "trainer.train_tower": spec.trainer.train_tower,
         "algorithm.router_replay": spec.algorithm.router_replay,
     }
     needs |= {f"model.path ({name})": digest for name, digest in files_by_content(model.path).items()}
     needs |= {rollout.field_of(engine, name): value for name, value in rollout.options_of(engine).items()}
     if images is not None:
-        needs |= {"data.images.max_per_prompt": images.max_per_prompt, "model.path (weights)": weight_files(model.path)}
+        needs["data.images.max_per_prompt"] = images.max_per_prompt
+        needs |= {} if spec.trainer.train_tower else {"model.path (weights)": weight_files(model.path)}
     if model.lora is not None and model.publishes_adapter:
         # The rest of model.lora changes the values that are published, and nothing in the engine.
         needs |= {

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import torch
 
-from millrace.sequence_cost import SequenceCost
+from millrace.sequence_cost import PASSES, SequenceCost
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from services.trainer.memory.meter import MemoryMeter
@@ -79,8 +79,6 @@ PARTS = {
     "update_critic": ("critic", "critic"),
 }
 """Timing → metric and model."""
-PASSES_OF_UPDATE = 3
-"""Forward and backward need three times the FLOPs of a forward pass."""
 
 
 def utilisation(
@@ -95,12 +93,12 @@ def utilisation(
     """`perf/mfu/<part>` for each part of the step that computed, from `timing_s/<part>` and the lengths of all its
     sequences. `costs` are those of the step's models, `actor` and `critic`. `forward_passes`: how many each part made
     that only looks at its model; the other parts update theirs. `tower_flops`: those of a tower for images on all
-    ranks in each part, forward only, of each image once for as long as its features are kept."""
+    ranks in each part, of a frozen one forward only, of each image once for as long as its features are kept."""
     metrics = {}
     for timing, (part, model) in PARTS.items():
-        passes = forward_passes.get(timing, PASSES_OF_UPDATE)
+        passes = forward_passes.get(timing, PASSES)
         if passes and (seconds := timings.get(f"timing_s/{timing}", 0.0)):
-            flops = passes / PASSES_OF_UPDATE * costs[model].total(lengths) + tower_flops.get(timing, 0.0)
+            flops = passes / PASSES * costs[model].total(lengths) + tower_flops.get(timing, 0.0)
             metrics[f"perf/mfu/{part}"] = flops / seconds / ranks / peak_flops(device)
     return metrics
 

@@ -117,6 +117,8 @@ def test_what_needs_another_engine_is_named(tied_model: Path) -> None:
         "data.max_prompt_tokens + rollout.max_response_tokens"
     ]
     assert changed(tied_model, data={"images": {}}) == ["data.images", "model.path (weights)"]
+    trained = changed(tied_model, data={"images": {}}, trainer={"train_tower": True})
+    assert trained == ["data.images", "trainer.train_tower"]
 
 
 def lora(tied_model: Path, **options: Any) -> dict[str, Any]:

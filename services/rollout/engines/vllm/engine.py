@@ -59,8 +59,6 @@ from services.rollout.nodes.place import EngineStart
 log = structlog.get_logger(__name__)
 Spans = tuple[VersionSpan, ...]
 SOFTWARE = ENGINES["vllm"].software
-CONNECT_S = 30.0
-"""Longest time until every worker has connected to the replica."""
 
 
 class VllmEngine(VersionedEngine):
@@ -94,6 +92,7 @@ class VllmEngine(VersionedEngine):
         self._adapter: AdapterShape | None = None
         """The adapter of every request; None if replicas get whole weights."""
         self._lora_request: Any = None
+        self._trains_tower = False
 
     async def start(self, spec: JobSpec) -> None:
         if warning := SOFTWARE.release_warning(self.release):
@@ -113,9 +112,8 @@ class VllmEngine(VersionedEngine):
         self._places = RequestPlaces(ranks, self._cache_block, blocks, spec.rollout.samples_per_prompt)
         self.world_size = ranks * config.parallel_config.world_size
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
-        if spec.data.images is not None:
-            await self._workers.load_tower(spec.model.path)
-        unplaced = await self._workers.connect(place, self._adapter, self.world_size, CONNECT_S)
+        self._trains_tower = spec.trainer.train_tower
+        unplaced = await self._workers.connect(place, spec, self._adapter, self.world_size)
         if self._adapter is not None:
             check_placed(self._adapter, SOFTWARE.title, unplaced)
 
@@ -353,6 +351,8 @@ class VllmEngine(VersionedEngine):
 
     async def _label(self, version: Version, cache_key: str) -> None:
         self._places.forget()
+        if self._trains_tower:  # vLLM keeps features of images by the images' hashes alone, whatever the cache policy
+            await self._llm.reset_encoder_cache()
         if self._marks is not None:
             await self._marks.swapped(version)
         else:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, TypeVarTuple
 
 from millrace.errors import Unavailable
+from millrace.spec import JobSpec
 from services.rollout.engine import EngineStats
 from services.rollout.engines.adapter import AdapterShape
 from services.rollout.weights.worker_messages import Request, decode_reply, encode
@@ -21,6 +22,8 @@ from services.rollout.weights.worker_rpc import RPC_S, WorkerRpc
 
 Arguments = TypeVarTuple("Arguments")
 Answer = TypeVar("Answer")
+CONNECT_S = 30.0
+"""Longest time until every worker has connected to the replica."""
 
 
 class VllmWorkers:
@@ -38,17 +41,17 @@ class VllmWorkers:
         """The workers are those of `llm`, an AsyncLLM."""
         self._llm = llm
 
-    async def connect(self, place: str, adapter: AdapterShape | None, workers: int, within_s: float) -> list[list[str]]:
-        """Has every worker connect and make a place for `adapter`. Answers, for each worker, the
-        names of the layers whose adapter has no place there. Raises Unavailable if one does not connect in time."""
+    async def connect(self, place: str, spec: JobSpec, adapter: AdapterShape | None, workers: int) -> list[list[str]]:
+        """Has every worker connect, read the tower for images if no publication brings it, and make a place for
+        `adapter`. Answers, for each worker, the names of the layers whose adapter has no place there. Raises
+        Unavailable if one does not connect in time."""
+        trained = spec.trainer.train_tower
+        if spec.data.images is not None and not trained:
+            await self._between_batches("millrace_load_tower", (spec.model.path,), "load_tower")
         shape = "" if adapter is None else adapter.encode()
-        unplaced = await self._between_batches("millrace_connect", (place, shape), "connect")
-        await self._rpc.wait_for_workers(workers, within_s)
+        unplaced = await self._between_batches("millrace_connect", (place, shape, trained), "connect")
+        await self._rpc.wait_for_workers(workers, CONNECT_S)
         return unplaced
-
-    async def load_tower(self, folder: str) -> None:
-        """Every worker reads the tower of images, which no publication brings, from the model folder."""
-        await self._between_batches("millrace_load_tower", (folder,), "load_tower")
 
     async def ask(
         self, method: Callable[[Any, *Arguments], Answer], *arguments: *Arguments, paused: bool = False
@@ -61,7 +64,7 @@ class VllmWorkers:
         replies = await self._between_batches("millrace_call", (request,), name)
         return [decode_reply(reply).result(method) for reply in replies]
 
-    async def _between_batches(self, method: str, arguments: tuple[str | bytes, ...], name: str) -> list[Any]:
+    async def _between_batches(self, method: str, arguments: tuple[str | bytes | bool, ...], name: str) -> list[Any]:
         """Calls a method of `WorkerExtension` in every worker, in the order of their ranks. `name` is for the error if
         one does not answer."""
         client = self._llm.engine_core

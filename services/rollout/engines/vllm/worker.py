@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from millrace.weights.folder_tensors import TOWER
 from services.rollout.engines.adapter import AdapterShape
 from services.rollout.engines.vllm.adapter import AdapterSlot
-from services.rollout.weights.in_worker.model import TOWER, EngineModel, without_adapters
+from services.rollout.weights.in_worker.model import EngineModel, without_adapters
 from services.rollout.weights.in_worker.receiver import WeightReceiver
 from services.rollout.weights.worker_messages import Introduction, carry_out, decode_request, encode
 from services.rollout.weights.worker_rpc import WorkerRpcServer
@@ -28,22 +29,23 @@ class WorkerExtension:
     _millrace_receiver: WeightReceiver
     _millrace_server: WorkerRpcServer
 
-    def millrace_connect(self, place: str, adapter: str) -> list[str]:
+    def millrace_connect(self, place: str, adapter: str, with_tower: bool) -> list[str]:
         """Connects this worker to the replica, which listens at `place`, and makes a place for an adapter of the shape
-        `adapter` (`AdapterShape.encode`; empty for none). Answers the names of the layers that have no place here."""
+        `adapter` (`AdapterShape.encode`; empty for none). Answers the names of the layers that have no place here.
+        `with_tower`: as in `EngineModel`."""
         rank = receiver_rank(self.rank, self.parallel_config)
         if self.parallel_config.data_parallel_size > 1:
             # Releases up to 0.26 give all data-parallel ranks one seed, whose samples would be drawn alike.
             torch.manual_seed(self.model_config.seed + self.parallel_config.data_parallel_rank)
-        model = self._millrace_model(rank, AdapterShape.decode(adapter) if adapter else None)
+        model = self._millrace_model(rank, AdapterShape.decode(adapter) if adapter else None, with_tower)
         receiver = self._millrace_receiver = WeightReceiver(model)
         introduction = Introduction(rank)
         self._millrace_server = WorkerRpcServer(place, introduction, lambda request: carry_out(receiver, request))
         return model.adapter.unplaced if isinstance(model.adapter, AdapterSlot) else []
 
-    def _millrace_model(self, rank: int, shape: AdapterShape | None) -> EngineModel:
+    def _millrace_model(self, rank: int, shape: AdapterShape | None, with_tower: bool) -> EngineModel:
         if shape is None:
-            return EngineModel(rank, self.get_model, self.model_config.dtype)
+            return EngineModel(rank, self.get_model, self.model_config.dtype, with_tower=with_tower)
         from vllm.lora.layers import BaseLayerWithLoRA
 
         model = EngineModel(

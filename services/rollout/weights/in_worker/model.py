@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from millrace.errors import PublicationFailed
-from millrace.weights.folder_tensors import inside
+from millrace.weights.folder_tensors import TOWER, inside
 from millrace.weights.plans.manifest import Content, Manifest
 
 
@@ -32,8 +32,6 @@ def without_adapters(module: Any, wrapper: type[Any]) -> Any:
 
 NAMES = ("W_UK_T", "W_UV", "W_UK_T_dcp_qrep")
 OUTER = "model."
-TOWER = "visual."
-"""How the names of a tower's parameters begin: it is not trained, and no publication brings it."""
 
 
 class DerivedTensors:
@@ -123,17 +121,21 @@ def loader_name(name: str, model: Any) -> str:
     """The name that vLLM's loader of the model takes for the tensor that is trained and published as `name`. A model
     with a tower beside its language model may know the language model's tensors only as the model folder names them."""
     known = getattr(getattr(model, "hf_to_vllm_mapper", None), "orig_to_new_prefix", None) or {}
-    if inside(OUTER) not in known or OUTER in known or not name.startswith(OUTER) or name.startswith(inside(OUTER)):
+    if inside(OUTER) not in known or OUTER in known or not name.startswith(OUTER):
         return name
-    return inside(name)
+    return name if name.startswith((inside(OUTER), f"{OUTER}{TOWER}")) else inside(name)
 
 
 class EngineModel:
     """The model in a worker of vLLM or SGLang, which has `load_weights`. It is looked at when it is first needed."""
 
-    def __init__(self, rank: int, get_model: Callable[[], Any], dtype: torch.dtype) -> None:
-        """`dtype` is the one that the engine was configured for."""
+    def __init__(
+        self, rank: int, get_model: Callable[[], Any], dtype: torch.dtype, *, with_tower: bool = False
+    ) -> None:
+        """`dtype` is the one that the engine was configured for. `with_tower`: publications bring the tower for
+        images."""
         self.rank = rank
+        self._with_tower = with_tower
         self.adapter: LoadedPart | None = None
         self._get_model = get_model
         self._dtype = dtype
@@ -151,8 +153,8 @@ class EngineModel:
     @cached_property
     def loaded(self) -> Mapping[str, torch.Tensor]:
         """See `WorkerModel`."""
-        others = self._derived.names
-        return {n: tensor for n, tensor in self._own.items() if n not in others and not n.startswith(TOWER)}
+        others, ignored = self._derived.names, () if self._with_tower else (TOWER,)
+        return {n: tensor for n, tensor in self._own.items() if n not in others and not n.startswith(ignored)}
 
     @cached_property
     def padded(self) -> frozenset[str]:

@@ -36,7 +36,7 @@ from services.trainer.backends.fsdp2.published import export, manifest, parts
 from services.trainer.backends.fsdp2.sequence_parallel import RankTokens, SequenceGroup, divide_ranks, group_of_role
 from services.trainer.backends.fsdp2.sharded_model import ShardedModel, reset_sharding
 from services.trainer.backends.head import WantedTokens
-from services.trainer.backends.tower import Tower
+from services.trainer.backends.tower import Tower, TowerInputs, TrainedTower
 from services.trainer.protocol.backend import LossFn, Output, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives
@@ -88,6 +88,7 @@ class Fsdp2Backend(ShardedModel):
             self._sequence,
             offload=options.offload_parameters,
             compile=_compiles(options, device),
+            with_tower=spec.trainer.train_tower,
         )
         self._attention = sharding.attention
         self._rank = mesh.get_rank()
@@ -96,11 +97,12 @@ class Fsdp2Backend(ShardedModel):
         self._dropout = False
         model: Any = self._policy(spec, config, sharding, options)
         self._recurrent = bool(recurrent.layers(model))
-        self._tower: Tower | None = None
+        self._tower: TowerInputs | None = None
         if spec.data.images is not None:
             with collectives.fail_together():
                 pictures = Pictures.of_folder(spec.model.path)
-                self._tower = Tower(spec.model, config, pictures, compute, device)
+                kind = TrainedTower if sharding.with_tower else Tower
+                self._tower = kind(spec.model, config, pictures, compute, device)
         if spec.trainer.activation_recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._shards: dict[str, Memory | None] = {}

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from millrace.sequence_cost import AttentionLayer, SequenceCost
+from services.trainer.backends.tower import NAME
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk")
@@ -49,7 +50,7 @@ def active_parameters(config: Any, model: PreTrainedModel, *heads: nn.Module) ->
     counted -= {id(getattr(output, "weight", None))}
     total = 0.0
     for name, parameter in chain.from_iterable(part.named_parameters() for part in parts):
-        if parameter.dim() < 2 or id(parameter) in counted:
+        if parameter.dim() < 2 or id(parameter) in counted or name.startswith(f"{NAME}."):
             continue
         counted.add(id(parameter))
         of_experts = ".experts." in name or (parameter.dim() == 3 and parameter.shape[0] == experts)

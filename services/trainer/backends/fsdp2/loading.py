@@ -99,6 +99,7 @@ class ModelFolder:
         with collectives.fail_together():
             if mesh.get_rank() == 0:
                 source = self.whole()
+                self._check_converted(module, source)
                 self._check_tied(module, source)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if is_adapter(name):
@@ -112,6 +113,14 @@ class ModelFolder:
             if mesh.size() > 1:
                 dist.broadcast(whole, 0)
             tensor.copy_(whole)
+
+    def _check_converted(self, module: PreTrainedModel, source: Mapping[str, Tensor]) -> None:
+        """Raises InvalidJob if transformers left out a tensor of the module: a tower that is trained beside a language
+        model."""
+        names = (name.replace(BASE, ".") for name, _ in module.named_parameters() if not is_adapter(name))
+        if absent := next((name for name in names if name not in source), None):
+            what = f"{self._place} has to be converted by transformers, which leaves out {absent}."
+            raise InvalidJob(what, "save the model again (save_pretrained), or leave trainer.train_tower out.")
 
     def _check_tied(self, module: PreTrainedModel, source: Mapping[str, Tensor]) -> None:
         """Raises InvalidJob if transformers kept a tensor of the folder that the module ties to another one."""

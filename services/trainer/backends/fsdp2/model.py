@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from services.trainer.backends.fsdp2.computable import check_computable, named
 from services.trainer.backends.fsdp2.loading import FIX, ModelFolder
 from services.trainer.backends.fsdp2.proof.tiny import set_noise
 from services.trainer.backends.fsdp2.sequence_parallel import SequenceGroup
-from services.trainer.backends.tower import without_tower
+from services.trainer.backends.tower import tower_blocks, with_tower, without_tower
 from services.trainer.ranks import collectives
 
 FIELD = "model.path"
@@ -45,6 +45,8 @@ class Sharding:
     """Keep the shards in host memory and copy them to the device when they are needed."""
     compile: bool = False
     """Compile each decoder layer. Lengths are dynamic, so each kind of layer is compiled once."""
+    with_tower: bool = False
+    """The tower for images is a part of the module."""
 
     @property
     def adds_up_late(self) -> bool:
@@ -98,7 +100,7 @@ def build_unfilled(
         how = named(sharding.attention)
         fix = "choose another architecture, or another trainer.backend_options.attention."
         raise InvalidJob(f"{field}: {model.path} cannot be built with {how} attention: {error}", fix) from error
-    without_tower(module)
+    module = with_tower(module, model, config) if sharding.with_tower else without_tower(module)
     check_computable(module, sharding.attention, model.path, field)
     recurrent.check_kernels(module, sharding.mesh.device_type, model.path, field)
     recurrent.install(module)
@@ -124,16 +126,20 @@ def shard_model(
     stored: Any = module.get_submodule(stored_part)
     buffers = folder.buffers(stored)
     precision = MixedPrecisionPolicy(param_dtype=sharding.compute, reduce_dtype=torch.float32)
+    # The layers of a tower get angles of positions in float32, and compute with them in float32.
+    of_tower = {id(layer): replace(precision, cast_forward_inputs=False) for layer in tower_blocks(module)}
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if sharding.offload else OffloadPolicy()
     layers = decoder_layers(module)
     parts: list[nn.Module] = [*layers, module]
     for part in parts:
-        shard = fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        own = of_tower.get(id(part), precision)
+        shard = fully_shard(part, mesh=mesh, mp_policy=own, offload_policy=offload)
         # Sums, not means: a loss is divided by the whole batch's counts before it comes here. Gloo knows only sums.
         shard.set_gradient_divide_factor(1.0)
         shard.set_force_sum_reduction_for_comms(True)
-    # Buckets of sequences change in number from one micro-batch to the next: such a layer would be compiled for each.
-    apart = {id(part) for part in recurrent.layers(stored)}
+    # Buckets of sequences and windows of images change in number from one micro-batch to the next: such a layer would
+    # be compiled for each.
+    apart = {id(part) for part in recurrent.layers(stored)} | of_tower.keys()
     compiled = [layer for layer in layers if not any(id(part) in apart for part in layer.modules())]
     for layer in compiled if sharding.compile else ():
         layer.forward = torch.compile(layer.forward, dynamic=True, options=_COMPILE_OPTIONS)  # inside FSDP's hooks

@@ -27,7 +27,7 @@ from services.trainer.backends.fsdp2.computable import check_computable, check_c
 from services.trainer.backends.fsdp2.loading import check_whole_folder
 from services.trainer.backends.fsdp2.model import FIELD, load_config
 from services.trainer.backends.fsdp2.proof.implementations import FLASH
-from services.trainer.backends.tower import without_tower
+from services.trainer.backends.tower import with_tower, without_tower
 from services.trainer.checkpoints.model_files import CRITIC_FIELD, ModelFiles, readable, stored_head
 
 NAMES = {
@@ -84,7 +84,8 @@ def _checked(spec: JobSpec, model: Model, loader: Any, field: str) -> PreTrained
     try:
         with torch.device("meta"):
             built = (loader or loader_of(config)).from_config(config, trust_remote_code=model.trust_remote_code)
-            module: PreTrainedModel = without_tower(built)
+            trained = spec.trainer.train_tower
+            module: PreTrainedModel = with_tower(built, model, config) if trained else without_tower(built)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
         what = f"{field}: {model.path} cannot be built as a language model: {reason}"

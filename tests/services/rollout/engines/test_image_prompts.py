@@ -1,5 +1,5 @@
 """vLLM with prompts that have images: each token has the log-probability that transformers computes under the version
-that made it, before, during and after publications of the language model."""
+that made it, before, during and after publications of the language model, or of the whole model with its tower."""
 
 import asyncio
 from pathlib import Path
@@ -81,10 +81,12 @@ class Asked:
         return whole
 
 
-def language_model(model: Any) -> dict[str, torch.Tensor]:
-    """What the trainer publishes: no tensor of the tower."""
+def language_model(model: Any, *, with_tower: bool = False) -> dict[str, torch.Tensor]:
+    """What the trainer publishes: tensors of the tower only if it trains the tower."""
     part = trained_part(model)
     whole = [(name, tensor) for name, tensor in stored_tensors(part) if ".visual." not in name]
+    if with_tower:
+        whole += [(f"model.visual.{name}", tensor) for name, tensor in stored_tensors(model.model.visual)]
     return {piece: t.detach().contiguous() for name, each in whole for piece, t in pieces(part, name, each).items()}
 
 
@@ -115,7 +117,7 @@ TIED = {"kind": "qwen3_vl", "tied": True}
 @pytest.mark.parametrize(
     ("policy", "model"),
     [
-        ("recompute", TIED),
+        pytest.param("recompute", TIED, marks=pytest.mark.matrix),
         ("recompute", {"kind": "qwen3_5"}),
         # test_tokens_are_of_the_images_and_of_their_adapter has Qwen2.5-VL.
         pytest.param("recompute", {}, marks=pytest.mark.matrix),
@@ -153,6 +155,41 @@ def test_tokens_are_of_the_images_and_of_their_version(
         with pytest.raises(BadRow, match="vLLM makes"):
             wrong = Response(images=ShownImages(asked.images[0], PROMPTS[0][0]))
             await engine.generate([*asked.prompts[0], PAD], Sampling(3), wrong)
+
+    started(run, spec, scenario)
+
+
+TRAINED = (TIED, *(pytest.param(each, marks=pytest.mark.matrix) for each in ({}, {"kind": "qwen3_5"})))
+
+
+@pytest.mark.parametrize("model", TRAINED)
+def test_tokens_are_of_the_tower_of_their_version(model: dict[str, Any], run: Run, tmp_path: Path) -> None:
+    """Whatever happens to keys and values of requests in flight, a request that comes later sees its images by the new
+    tower: features of the same images, and of the same prompts, were kept."""
+    seeds = range(3)
+    folders = [save_image_model(tmp_path / str(n), seed=n, tower_seed=n, **model) for n in seeds]
+    models, asked = [opened_model(folder) for folder in folders], Asked(folders[0])
+    images = {"images": {"max_per_prompt": 3}, "max_prompt_tokens": 400}
+    trainer, rollout = {"train_tower": True}, {"engine_options": IN_CHUNKS}
+    spec = job_spec(folders[0], "vllm", data=images, trainer=trainer, rollout=rollout)
+
+    async def scenario(engine: Any) -> None:
+        await publish_shards(engine, language_model(models[0], with_tower=True), 1)
+        for _ in range(2):  # the second time prompts are cached
+            check(asked, folders[0], await asked.answers(engine, 20), models)
+        for version, policy in ((2, "recompute"), (3, "keep")):
+            going = [asyncio.create_task(asked.answer(engine, row, 150)) for row in range(len(PROMPTS))]
+            async with asyncio.timeout(300):
+                while engine.load().running < len(going):  # noqa: ASYNC110 - the engine tells nobody
+                    await asyncio.sleep(0.01)
+            tensors = language_model(models[version - 1], with_tower=True)
+            await receive(engine, Sender(tensors, version=version, receivers=engine.world_size), policy)
+            later = await asked.answers(engine, 20)
+            crossing = [await each for each in going]
+            if policy == "recompute":
+                check(asked, folders[0], crossing, models)
+            check(asked, folders[0], later, models)
+            check(asked, folders[0], await asked.answers(engine, 20), models)
 
     started(run, spec, scenario)
 

@@ -20,6 +20,7 @@ def model(prefixes: dict[str, str]) -> Any:
     [
         ("model.layers.0.mlp.down_proj.weight", "model.language_model.layers.0.mlp.down_proj.weight"),
         ("model.language_model.norm.weight", "model.language_model.norm.weight"),
+        ("model.visual.merger.norm.weight", "model.visual.merger.norm.weight"),
         ("lm_head.weight", "lm_head.weight"),
     ],
 )
