@@ -140,6 +140,21 @@ class TowerShape:
             kept += FLOAT32 * self.hidden + element * self.of_layers * self.out / self.merge**2
         return patches * (kept + max(attention, mlp))
 
+    def kept_bytes(self, patches: int, element: int, *, recompute: bool) -> float:
+        """Bytes that a forward pass keeps of images of so many patches for the backward pass. `element` as in
+        `working_bytes`. `recompute`: of all layers but one only the inputs.
+
+        A layer keeps what it normalises (in Qwen2.5-VL in float32) and what that becomes, queries, keys and values
+        before and after they are turned, results of attention twice, and what the MLP multiplies.
+        """
+        plain = self.of_layers is None
+        norms = 2 * (2 * element + FLOAT32 if plain else 2 * element) * self.hidden
+        layer = norms + element * (7 * self.hidden + (4 if plain else 2) * self.ffn)
+        layers = self.depth * element * self.hidden + layer if recompute else self.depth * layer
+        angles = 2 * FLOAT32 * self.hidden / self.heads
+        mergers = element * 4 * self.hidden * (1 + (self.of_layers or 0))
+        return patches * (layers + element * self.values + angles + mergers)
+
     @property
     def _attention(self) -> int:
         return 4 * self.hidden**2

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
@@ -73,6 +74,32 @@ def test_memory_is_what_torch_tracks(grid: tuple[int, int, int], config: Any, dt
     most = max(kinds["Total"] for kinds in tracker.get_tracker_snapshot("peak").values())
     predicted = shape.working_bytes(len(shown), dtype.itemsize)
     assert predicted == pytest.approx(most - weights, rel=0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("config", [CONFIG, NARROW, OF_LAYERS, WIDE, WITHOUT])
+def test_what_is_kept_for_the_backward_pass_is_what_torch_saves(config: Any, dtype: torch.dtype) -> None:
+    """With recomputation the inputs of layers, and one layer as it is without."""
+    grid, shape = GRIDS[2], TowerShape.of_config(config.to_dict(), {})
+    shown, saved = patches(grid, shape.values, dtype), []
+    for recompute in (False, True):
+        module = tower("sdpa", dtype, config).train()
+        if recompute:
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+        weights = {each.untyped_storage()._cdata for each in module.parameters()}
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, torch.UntypedStorage] = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+            return tensor
+
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            module(shown, grid_thw=torch.tensor([grid]))
+        saved.append(sum(storage.nbytes() for key, storage in kept.items() if key not in weights))
+    predicted = [shape.kept_bytes(len(shown), dtype.itemsize, recompute=recompute) for recompute in (False, True)]
+    assert predicted[0] == pytest.approx(saved[0], rel=0.03)
+    layer = (saved[0] - saved[1]) / (shape.depth - 1)
+    assert predicted[1] == pytest.approx(saved[1] + layer, rel=0.2)
 
 
 def test_the_processor_says_how_many_patches_an_image_has_at_most() -> None:

@@ -170,6 +170,12 @@ class Fsdp2Memory:
         return None if self.spec.data.images is None else self.shape.tower
 
     @property
+    def parameters(self) -> float:
+        """Those of the model that is sharded: with the tower if it is trained."""
+        tower = self.tower if self.spec.trainer.train_tower else None
+        return parameters(self.shape) + (0 if tower is None else tower.parameters)
+
+    @property
     def adapted(self) -> bool:
         return self.spec.model.lora is not None
 
@@ -178,7 +184,7 @@ class Fsdp2Memory:
         divided over the ranks. With an adapter the weights have the dtype of the pass, and only the adapter is
         trained."""
         passes, lora = self.policy, self.spec.model.lora
-        count, trained = parameters(self.shape) / passes.shards, FLOAT32 * (1 + gradients)
+        count, trained = self.parameters / passes.shards, FLOAT32 * (1 + gradients)
         if lora is None:
             kept = {Part.WEIGHTS: FLOAT32 * count} | ({Part.GRADIENTS: FLOAT32 * count} if gradients else {})
             placed = passes.placed(kept, {Part.OPTIMIZER: MOMENTS * count} if moments else {})
@@ -190,26 +196,47 @@ class Fsdp2Memory:
         )
 
     def of_tower(self, *, features: bool) -> Ledger:
-        """The tower of a job with images: frozen, in the dtype of passes, and whole on every rank. `features`: with
-        what it made of images, which is kept up to a limit."""
+        """The tower of a job with images: frozen, in the dtype of passes, and whole on every rank; a trained one is
+        among the model's parameters. `features`: with what is kept of images, up to a limit."""
         if self.tower is None:
             return Ledger({})
         kept = {Part.ACTIVATIONS: float(MOST_KEPT)} if features else {}
-        return Ledger({Part.WEIGHTS: self.policy.element * self.tower.parameters} | kept)
+        weights = 0 if self.spec.trainer.train_tower else self.policy.element * self.tower.parameters
+        return Ledger(({Part.WEIGHTS: float(weights)} if weights else {}) | kept)
 
     def seeing(self) -> Ledger:
-        """What the tower's forward pass takes for the largest image that a prompt may have. It runs before the layers
-        of the model, and for one image at a time."""
+        """What the tower's forward pass takes. It runs before the layers of the model: if frozen for one image at a
+        time, of which this is the largest that a prompt may have; if trained for all of a micro-batch."""
         if self.tower is None:
             return Ledger({})
-        return Ledger({Part.ACTIVATIONS: seeing_bytes(self.spec, self.tower, self.policy.element)})
+        if not self.spec.trainer.train_tower:
+            return Ledger({Part.ACTIVATIONS: seeing_bytes(self.spec, self.tower, self.policy.element)})
+        patches = self._patches(self.tower)
+        return Ledger({Part.ACTIVATIONS: self.tower.working_bytes(patches, self.policy.element)})
+
+    def _patches(self, tower: TowerShape) -> int:
+        """Patches of the images of a micro-batch whose sequences have the longest prompts and responses: as many as
+        their prompts may have, each of another prompt."""
+        data, images = self.spec.data, self.spec.data.images
+        assert images is not None
+        longest = data.max_prompt_tokens + self.spec.rollout.max_response_tokens
+        each = min(images.max_per_prompt * tower.most_patches, data.max_prompt_tokens * tower.merge**2)
+        return max(1, self.tokens // longest) * each
+
+    def seen(self) -> Ledger:
+        """What a trained tower keeps for its backward pass, which comes last."""
+        if self.tower is None or not self.spec.trainer.train_tower:
+            return Ledger({})
+        recompute, element = self.spec.trainer.activation_recompute, self.policy.element
+        kept = self.tower.kept_bytes(self._patches(self.tower), element, recompute=recompute)
+        return Ledger({Part.ACTIVATIONS: kept})
 
     def of_others(self, *, gradients: bool = False, moments: bool = True) -> Ledger:
         """What is kept for reference and critic. `gradients`: those of the critic, from its backward pass to its
         update."""
         found = Ledger({})
         if (reference := self.role("reference")) is not None and not self.adapted:
-            size = reference.element * parameters(self.shape) / reference.shards
+            size = reference.element * self.parameters / reference.shards
             found += reference.placed({Part.REFERENCE: size}, {})
         if (critic := self.role("critic")) is not None:
             count = parameters(critic.shape) / critic.shards
@@ -229,7 +256,7 @@ class Fsdp2Memory:
         """The peak of both backward passes, the critic's before the policy's. The critic's gradients are kept until
         both are known to be finite."""
         others = self.of_others(gradients=True)
-        moments = [self.of_policy(gradients=True) + others + passing for passing in self.policy.update()]
+        moments = [self.of_policy(gradients=True) + others + passing + self.seen() for passing in self.policy.update()]
         if (critic := self.role("critic")) is not None:
             moments += [self.of_policy() + others + passing for passing in critic.update()]
         moments.append(self.of_policy(gradients=True) + others + self.seeing())

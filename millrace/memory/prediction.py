@@ -59,7 +59,7 @@ def predict_replica(spec: JobSpec, shape: ModelShape, engine: str, gpu_bytes: fl
     share = float(options.get(descriptor.memory_option) or descriptor.memory_share)
     copies = descriptor.copies(options)
     weights = replica_bytes(spec, shape, copies)
-    if spec.data.images is not None and shape.tower is not None:
+    if spec.data.images is not None and shape.tower is not None and not spec.trainer.train_tower:
         weights += element_bytes(spec.rollout.dtype) * shape.tower.parameters
     weights /= workers
     cache = max(0.0, share * gpu_bytes - weights - WORKING) if descriptor.memory_option else 0.0

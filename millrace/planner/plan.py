@@ -186,7 +186,8 @@ def make_plan(
     memory = predict(spec, shape, cluster.trainer_gpus)
     layout, replica = layout_of(spec, shape, cluster.trainer_gpus), replica_of(spec, shape, engine, gpu)
     replicas = cluster.replicas(replica)
-    trainer = Trainer(gpu, shape, layout, work, spec.trainer.token_budget, spec.model.lora, imbalance)
+    budget, tower = spec.trainer.token_budget, spec.trainer.train_tower
+    trainer = Trainer(gpu, shape, layout, work, budget, spec.model.lora, imbalance, tower)
     return Plan(
         spec=spec,
         shape=shape,

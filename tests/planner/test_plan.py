@@ -148,6 +148,28 @@ def test_images_are_seen_by_replicas_and_by_ranks_that_train_an_answer() -> None
     assert update.update[Cause.TOWER] == seen.scoring[Cause.TOWER] and update.flops > without.flops
 
 
+def test_a_trained_tower_is_computed_in_each_pass_and_published() -> None:
+    """Forward and backward are three passes; with one micro-batch an image is seen as often as of a frozen one."""
+    trainer = {"token_budget": 10_000_000}
+    kinds = [
+        preset("qwen2.5-vl-7b-lora-8gpu", model={"lora": None}, trainer={**trainer, "train_tower": trained})
+        for trained in (False, True)
+    ]
+    shape, cluster = model_shape(kinds[0]), Cluster(KINDS["h200"], 8, 8)
+    frozen, trained = (make_plan(spec, shape, cluster, workload(spec, image_tokens=400.0)) for spec in kinds)
+    assert shape.tower is not None and frozen.publication is not None and trained.publication is not None
+    assert trained.publication.bytes - frozen.publication.bytes == 2 * shape.tower.parameters
+    looks, once = trained.work.passes.policy + trained.work.passes.reference, frozen.training.scoring[Cause.TOWER]
+    assert looks and Cause.TOWER not in frozen.training.update
+    assert trained.training.scoring[Cause.TOWER] == pytest.approx(looks * once)
+    assert trained.training.update[Cause.TOWER] == pytest.approx(3 * once)
+    assert trained.training.flops > frozen.training.flops
+    assert trained.training.update[Cause.OPTIMIZER] > frozen.training.update[Cause.OPTIMIZER]
+    small = kinds[1].model_copy(update={"trainer": kinds[1].trainer.model_copy(update={"token_budget": 16384})})
+    several = make_plan(small, shape, cluster, workload(small, image_tokens=400.0))
+    assert several.training.update[Cause.TOWER] > trained.training.update[Cause.TOWER]
+
+
 @pytest.mark.parametrize("folder", ["Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct"])
 def test_a_plan_knows_the_adapter_of_a_job_with_images(folder: str) -> None:
     path = f"/data/models/{folder}"

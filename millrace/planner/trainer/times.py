@@ -16,6 +16,7 @@ from millrace.planner.hardware import GIGA, Gpu, Links
 from millrace.planner.trainer.layers import ELEMENT, LayerTimes, MicroBatch
 from millrace.planner.trainer.layout import PLANNED, Cause, Imbalance, Layout, Seconds, added, scaled, total
 from millrace.planner.workload import Workload
+from millrace.sequence_cost import PASSES
 from millrace.spec.lora import Lora
 
 FLOAT32 = 4
@@ -60,6 +61,13 @@ class Trainer:
     token_budget: int
     lora: Lora | None = None
     imbalance: Imbalance = PLANNED
+    trains_tower: bool = False
+    """Whether the tower for images is trained with the model, and sharded with it."""
+
+    @property
+    def _parameters(self) -> float:
+        tower = self.shape.tower if self.trains_tower else None
+        return parameters(self.shape) + (0 if tower is None else tower.parameters)
 
     @property
     def links(self) -> Links:
@@ -92,16 +100,18 @@ class Trainer:
         return added([scaled(each, updates), self._moved_weights()])
 
     def images(self) -> float:
-        """FLOPs of the tower for the images of a step on one rank. Answers to a prompt go to any rank, and ranks that
-        share a micro-batch each see all of its images; of pipeline stages only the first one does."""
+        """FLOPs of the tower's forward pass for the images of a step on one rank. Answers to a prompt go to any rank,
+        and ranks that share a micro-batch each see all of its images; of pipeline stages only the first one does.
+        Features from a frozen tower are kept for the step; a trained one computes the images of each micro-batch."""
         if self.shape.tower is None:
             return 0.0
-        seen = self.work.prompts * (1 - (1 - 1 / self.layout.data) ** self.work.samples)
+        count = self.micro_batches(self.work.tokens)[0] if self.trains_tower else 1
+        seen = count * self.work.prompts * (1 - (1 - 1 / self.layout.data / count) ** self.work.samples)
         return seen * self.shape.tower.flops_of_tokens(self.work.image_tokens) if self.work.image_tokens else 0.0
 
-    def seeing(self) -> dict[Cause, float]:
-        """The tower's forward passes of a step: once for each image, since its features are kept."""
-        flops = self.images()
+    def seeing(self, passes: float = 1.0) -> dict[Cause, float]:
+        """So many of the tower's forward passes."""
+        flops = passes * self.images()
         return {Cause.TOWER: flops / (constants.LAYER_SHARE * self.gpu.product_rate)} if flops else {}
 
     def _packed(self, passes: Seconds) -> dict[Cause, float]:
@@ -139,7 +149,7 @@ class Trainer:
         """FSDP2 gathers each layer's weights in each pass while the layer before it computes; if they are in host
         memory they come over its link."""
         o = self.layout
-        size = ELEMENT * parameters(self.shape)
+        size = ELEMENT * self._parameters
         found = {}
         if (o.moved_weights and o.shards > 1) or (o.backend == "fsdp2" and o.moved_weights):
             found[Cause.OFFLOAD] = count * passes * FLOAT32 / ELEMENT * size / o.shards / self.links.to_host
@@ -166,7 +176,7 @@ class Trainer:
         if self.lora is not None:
             return {}
         if o.backend == "fsdp2":
-            size = FLOAT32 * parameters(self.shape)
+            size = FLOAT32 * self._parameters
             copies = o.gpus // o.shards
             return {
                 Cause.DATA: self.links.gathered(size, o.shards)
@@ -185,7 +195,7 @@ class Trainer:
         if self.lora is not None:
             return adapter_parameters(self.shape, self.lora) / (o.shards if o.shards > 1 else o.gpus)
         if o.backend == "fsdp2":
-            return parameters(self.shape) / o.shards
+            return self._parameters / o.shards
         dense, experts = self._share()
         return dense / (o.data * o.context) + experts / o.expert_data
 
@@ -230,17 +240,17 @@ class Trainer:
 def training_times(trainer: Trainer) -> TrainingTimes:
     """The seconds of a step, with those of a critic if the job has one."""
     passes = trainer.work.passes
-    scoring = scaled(trainer.scoring(), passes.policy + passes.reference)
-    update, images = trainer.update(), 0.0
-    if passes.policy or passes.reference:
-        scoring = added([scoring, trainer.seeing()])
-    else:
-        update = added([update, trainer.seeing()])
-        images = trainer.images() * (trainer.layout.gpus // trainer.layout.pipeline)
+    looks = passes.policy + passes.reference
+    # Of a frozen tower the first pass over an image has its features kept for all others.
+    seen, trained = (looks, PASSES) if trainer.trains_tower else (min(looks, 1), 0.0 if looks else 1.0)
+    scoring = added([scaled(trainer.scoring(), looks), trainer.seeing(seen)])
+    update, images = added([trainer.update(), trainer.seeing(trained)]), trained * trainer.images()
     policy = update
     if passes.values:
         critic = replace(trainer, shape=trainer.shape.as_critic(), lora=None)
         scoring, update = added([scoring, critic.scoring()]), added([update, critic.update()])
     adapters = 0 if trainer.lora is None else int(active_adapter_parameters(trainer.shape, trainer.lora))
-    flops = trainer.work.flops(sequence_cost(trainer.shape, adapters)) + images
+    flops = trainer.work.flops(sequence_cost(trainer.shape, adapters)) + images * (
+        trainer.layout.gpus // trainer.layout.pipeline
+    )
     return TrainingTimes(scoring, update, total(policy), flops, trainer.layout.gpus, trainer.gpu.bf16_tflops * 1e12)
