@@ -1,0 +1,188 @@
+"""A trainer that stands by: what it costs a step, and how soon it has the seat.
+
+    python -m benchmarks.standby --layers 8 --steps 12
+
+Three jobs on this host's CPU, each on a stack of its own with one trainer (FSDP2) of one rank and one replica
+(Transformers): without another trainer; with one of one rank, to which the state goes from memory to memory; with one
+of two ranks, to which it goes over the disk. The model has random weights, and the reward means nothing. After
+`--steps` further steps the trainer in the seat is killed. Prints JSON: bytes of the state; for each job seconds from
+step to step and how long a step waits for the copy (medians); how many steps the one that stands by is behind after
+each step (median); seconds from the moment at which the coordinator knew of the kill until the next trainer had the job
+and until it had made a step; and the versions from and to which the job went back.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.joining import REWARD
+from millrace.client import Client
+from millrace.demo.run import ENVIRONMENT
+from millrace.demo.tasks import TASKS, write_task_data
+from millrace.demo.tokenizer import byte_tokenizer
+from millrace.local import child_processes
+from millrace.local.options import StackOptions
+from millrace.local.ports import free_port
+from millrace.local.stack import Stack
+
+RANKS = {"alone": 0, "memory": 1, "disk": 2}
+"""Ranks of the trainer that stands by, by the way that the state takes; 0: there is none."""
+FIRST_STEPS = 3
+"""Steps that are not measured: the first ones also connect and allocate."""
+LIMIT_S = 300.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--ways", nargs="+", choices=[*RANKS], default=[*RANKS])
+    options = parser.parse_args()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        parameters = make_model(Path(folder) / "model", options.layers, options.hidden)
+        for way in options.ways:
+            found[way] = measured(Path(folder), way, options.steps)
+            print(way, json.dumps(found[way]), file=sys.stderr)
+    print(json.dumps({"parameters": parameters, "state_bytes": 12 * parameters, **found}, indent=2))
+
+
+def make_model(folder: Path, layers: int, hidden: int) -> int:
+    """A Hugging Face folder of random float32 weights. Returns the number of parameters."""
+    tokenizer = byte_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config).float()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return int(sum(parameter.numel() for parameter in model.parameters()))
+
+
+def job(folder: Path, way: str) -> dict[str, Any]:
+    (folder / "reward.py").write_text(REWARD)
+    train, _ = write_task_data(TASKS["reverse"], folder / "data", seed=0)
+    return {
+        "name": f"a trainer that stands by, {way}",
+        "output": str(folder / way / "output"),
+        "model": {"path": str(folder / "model")},
+        "data": {"files": [str(train)], "max_prompt_tokens": 48},
+        "reward": {"function": f"{folder / 'reward.py'}:compute_score", "workers": 1},
+        "rollout": {"samples_per_prompt": 2, "max_response_tokens": 16, "dtype": "float32"},
+        "trainer": {"backend": "fsdp2", "dtype": "float32", "token_budget": 2048, "optimizer": {"lr": 1e-6}},
+        "schedule": {"steps": 100_000, "prompts_per_step": 4, "max_staleness": 1},
+    }
+
+
+def measured(folder: Path, way: str, steps: int) -> dict[str, Any]:
+    options = StackOptions(
+        state=str(folder / way / "stack"),
+        ranks=1,
+        engine="transformers",
+        standby=False,
+        http_port=free_port(),
+        grpc_port=free_port(),
+        environment={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+    )
+    with Stack(options) as stack, Client(stack.url) as client:
+        other = None
+        if ranks := RANKS[way]:
+            _until(lambda: client.fleet().trainers)
+            argv = (sys.executable, "-m", "services.trainer.launch", "--ranks", str(ranks), "--port", "0")
+            environment = {**options.environment, "MILLRACE_HOST": "127.0.0.1"}
+            with (folder / f"{way}.log").open("wb") as output:
+                other = child_processes.start((*argv, "--coordinator", stack.coordinator), environment, output)
+            _until(lambda: len(client.fleet().trainers) == 2)
+        try:
+            return _followed(client, client.submit(job(folder, way)).id, steps, stands_by=other is not None)
+        finally:
+            if other is not None:
+                other.terminate()
+                other.wait(60)
+
+
+def _followed(client: Client, job_id: str, steps: int, *, stands_by: bool) -> dict[str, Any]:
+    if stands_by:
+        _until(lambda: client.fleet().trainers[1].version >= 1)
+    first, behind = max(FIRST_STEPS, client.job(job_id).step), []
+    for step in range(first + 1, first + steps + 1):
+        _until(partial(_trained, client, job_id, step))
+        if stands_by:
+            behind.append(client.job(job_id).step - client.fleet().trainers[1].version)
+    rows = [row for row in client.metrics(job_id) if first < row.step <= first + steps]
+    found = {
+        "from_step_to_step_s": _median([b.time_s - a.time_s for a, b in itertools.pairwise(rows)]),
+        "update_s": _median([row.values["timing_s/train"] for row in rows]),
+    }
+    if stands_by:
+        waits = [wait for row in rows if (wait := row.values.get("timing_s/copy_to_standbys")) is not None]
+        found |= {"waits_for_the_copy_s": _median(waits), "copies": len(waits), "steps_behind": _median(behind)}
+        found |= _taken_over(client, job_id)
+    client.cancel(job_id)
+    return found
+
+
+def _trained(client: Client, job_id: str, step: int) -> bool:
+    return client.job(job_id).step >= step
+
+
+def _taken_over(client: Client, job_id: str) -> dict[str, Any]:
+    """Kills the trainer in the seat."""
+    port = int(client.fleet().trainers[0].address.rpartition(":")[2])
+    connections = psutil.net_connections("tcp")
+    serving = (c for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == port)
+    psutil.Process(next(serving).pid).kill()
+
+    def events(kind: str, after_s: float = 0.0) -> list[Any]:
+        told = client.events(job_id, follow=False)
+        return [event for event in told if event.kind == kind and event.time_s > after_s]
+
+    lost = _until(lambda: events("trainer.lost"))[0]
+    stepped = _until(lambda: events("step.done", lost.time_s))[0]
+    seated = events("trainer.configured", lost.time_s)[0]
+    rewound = events("job.rewound", lost.time_s)
+    return {
+        "stood_by": seated.data.stood_by,
+        "seated_s": round(seated.time_s - lost.time_s, 3),
+        "stepped_s": round(stepped.time_s - lost.time_s, 3),
+        "went_back": [rewound[0].data.lost, rewound[0].data.version] if rewound else None,
+    }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return round(statistics.median(values), 3) if values else None
+
+
+def _until(found: Callable[[], Any]) -> Any:
+    """The first value of `found()` that is true. Raises TimeoutError."""
+    deadline = time.monotonic() + LIMIT_S
+    while not (value := found()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {LIMIT_S:g} s")
+        time.sleep(0.05)
+    return value
+
+
+if __name__ == "__main__":
+    main()
