@@ -5,7 +5,8 @@
 Random weights of a published shape, cut in layers; about 130,000 tokens an update and data-parallel rank, drawn anew
 for each. `mixed`: lengths geometric with mean 430, at most 3,072; `even`: sequences of 4,096; a number: sequences of so
 many tokens. Prints seconds of forward and backward, of the optimizer, tokens a second, MFU (of the GPUs' published rate
-in bf16, counted as if all weights were trained) and the peak of memory of one GPU. Needs `gpu-megatron` installed.
+in bf16, counted as if all weights were trained) and the peak of memory of one GPU. Needs `gpu-megatron` installed for
+that backend. `--profile` adds a line with the seconds that the GPU was busy in one more update, by kind of kernel.
 
 Long sequences on two GPUs, shared by them (Ulysses) and not:
 
@@ -19,7 +20,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.megatron.models import random_weights
+from benchmarks.kernels import by_kind
 from benchmarks.shapes import config_of
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.architectures.published import shape_of
@@ -58,6 +59,8 @@ class Case:
     recompute: bool = False
     options: str = "{}"
     """Options of the backend, as JSON."""
+    tokens: int = TOKENS
+    """Least number of tokens of an update and data-parallel rank."""
 
     @property
     def length(self) -> int | None:
@@ -76,7 +79,7 @@ def micro_batches(case: Case, vocabulary: int, seed: int, ranks: int) -> list[li
 def _of_one_rank(case: Case, vocabulary: int, random: np.random.Generator) -> list[MicroBatch]:
     packs: list[list[int]] = [[]]
     total = 0
-    while total < TOKENS:
+    while total < case.tokens:
         length = case.length or min(LONGEST, PROMPT + int(random.geometric(1 / MEAN_RESPONSE)))
         if packs[-1] and sum(packs[-1]) + length > case.budget:
             packs.append([])
@@ -113,21 +116,25 @@ def job_spec(case: Case) -> JobSpec:
     return parse({**about, "data": data, "rollout": rollout, "trainer": trainer})
 
 
-def measured(case: Case, world: World, updates: int) -> dict[str, Any]:
+def measured(case: Case, world: World, updates: int, profile: bool) -> Iterator[dict[str, Any]]:
+    """The row of this case, and with `profile` one of its kernels."""
     shape = read_shape(case.folder)
+    torch.manual_seed(0)  # each case has the same weights
     backend, cost = build(job_spec(case), world.device), sequence_cost(shape)
-    parallel, times, flops, tokens = backend.data_parallel, [], [], []
+    parallel, times, norms, flops, tokens = backend.data_parallel, [], [], [], []
     for seed in range(updates + 1):
         by_rank = micro_batches(case, shape.vocabulary, seed, parallel.size)
         everyone = [batch for batches in by_rank for batch in batches if batch.rows]
         flops.append(sum(cost.total(batch.lengths) for batch in everyone))
         tokens.append(sum(sum(batch.lengths) for batch in everyone))
-        times.append(update(backend, by_rank[parallel.rank]))
-        if not seed:
+        *spent, norm = update(backend, by_rank[parallel.rank])
+        times.append(spent)
+        norms.append(norm)
+        if not seed and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
     seconds = [sum(parts) for parts in times]
     rates = sorted(work / spent for work, spent in zip(flops[1:], seconds[1:], strict=True))
-    return {
+    yield {
         "backend": case.backend,
         "gpus": world.size,
         "lengths": case.lengths,
@@ -137,33 +144,44 @@ def measured(case: Case, world: World, updates: int) -> dict[str, Any]:
         "options": case.options,
         "trained_parameters": backend.parameters,
         "first_update_s": round(sum(times[0]), 2),
+        "gradient_norms": [round(norm, 5) for norm in norms],
         "forward_backward_s": [round(parts[0], 3) for parts in times[1:]],
         "optimizer_s": [round(parts[1], 3) for parts in times[1:]],
         "tokens_per_s": round(sum(tokens[1:]) / sum(seconds[1:])),
         "mfu": round(rates[len(rates) // 2] / world.size / peak_flops(world.device), 4),
-        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1) if torch.cuda.is_available() else None,
     }
+    if profile:
+        batches = micro_batches(case, shape.vocabulary, updates + 1, parallel.size)[parallel.rank]
+        yield {"micro_batches": len(batches), **by_kind(lambda: update(backend, batches), world.device)}
 
 
-def update(backend: Backend, batches: list[MicroBatch]) -> tuple[float, float]:
-    """Seconds of forward and backward, and of the optimizer."""
+def update(backend: Backend, batches: list[MicroBatch]) -> tuple[float, float, float]:
+    """Seconds of forward and backward, seconds of the optimizer, and the norm of the gradient."""
     dist.barrier()
-    torch.cuda.synchronize()
+    _synchronize()
     began = time.perf_counter()
     backend.forward_backward(batches, loss, temperature=1.0)
-    torch.cuda.synchronize()
+    _synchronize()
     between = time.perf_counter()
     norm = backend.gradient_norm()
     backend.optimizer_step(lr=1e-6, gradient_scale=min(1.0, 1.0 / (norm + 1e-6)))
-    torch.cuda.synchronize()
-    return between - began, time.perf_counter() - between
+    _synchronize()
+    return between - began, time.perf_counter() - between, norm
 
 
-def draw_weights() -> None:
-    """Both backends draw weights instead of reading a folder that would have to be written first."""
-    from services.trainer.backends.megatron import backend as megatron
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
-    megatron.read = random_weights  # type: ignore[attr-defined]
+
+def draw_weights(backends: Collection[str] = ("fsdp2", "megatron")) -> None:
+    """The backends draw weights instead of reading a folder that would have to be written first."""
+    if "megatron" in backends:
+        from benchmarks.megatron.models import random_weights
+        from services.trainer.backends.megatron import backend as megatron
+
+        megatron.read = random_weights  # type: ignore[attr-defined]
     draw_fsdp2_weights()
 
 
@@ -196,7 +214,8 @@ def cases(options: argparse.Namespace, root: Path) -> Iterator[Case]:
             for backend in options.backends.split(","):
                 for rank in options.lora.split(","):
                     for chosen in options.options:
-                        yield Case(root, backend, lengths, int(budget), int(rank) or None, options.recompute, chosen)
+                        about = (root, backend, lengths, int(budget), int(rank) or None, options.recompute, chosen)
+                        yield Case(*about, options.tokens)
 
 
 def main() -> None:
@@ -213,18 +232,20 @@ def main() -> None:
     parser.add_argument(
         "--options", nargs="+", default=["{}"], help="trainer.backend_options, as JSON, of each case; for one backend"
     )
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="an update and data-parallel rank, about")
+    parser.add_argument("--profile", action="store_true", help="another update, by kind of kernel on the GPU")
     parser.add_argument("--updates", type=int, default=4, help="timed ones, after one that is not")
     options = parser.parse_args()
     alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     for name, value in alone.items():
         os.environ.setdefault(name, value)
     world = World.join()
-    draw_weights()
+    draw_weights(options.backends.split(","))
     with tempfile.TemporaryDirectory() as folder:
         for case in cases(options, Path(folder)):
-            row = json.dumps(measured(case, world, options.updates))
-            if world.rank == 0:
-                print(row, flush=True)
+            for row in measured(case, world, options.updates, options.profile):
+                if world.rank == 0:
+                    print(json.dumps(row), flush=True)
             gc.collect()
             torch.cuda.empty_cache()
 
