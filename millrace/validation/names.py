@@ -274,6 +274,7 @@ _SIZE = "there it is the size of one update's share of the batch, here the numbe
 _SAMPLES = "there it is a number of samples, here of tokens"
 _GPU = "there it is times ulysses_sequence_parallel_size, here it is the whole micro-batch that such ranks share"
 UNITS: dict[str, str] = {
+    "freeze_vision_tower": "there true keeps the tower as it is, here true trains it",
     "mini_batch_size": _SIZE,
     "ppo_mini_batch_size": _SIZE,
     "micro_batch_size": _SAMPLES,
