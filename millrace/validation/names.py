@@ -28,6 +28,7 @@ FIELDS: dict[str, str] = {
         "rollout.engine_options.tensor_parallel_size, trainer.backend_options.tensor_parallel"
     ),
     "tensor_parallel_size": "rollout.engine_options.tensor_parallel_size",
+    "data_parallel_size": "rollout.engine_options.data_parallel_size",
     "rollout_num_gpus_per_engine": "rollout.engine_options.tensor_parallel_size",
     "gpu_memory_utilization": "rollout.engine_options.gpu_memory_utilization",
     "max_num_seqs": "rollout.engine_options.max_num_seqs",
