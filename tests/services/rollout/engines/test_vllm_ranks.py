@@ -17,6 +17,7 @@ from millrace.contracts.v1 import weights_pb2
 from millrace.ids import Version
 from services.rollout.engine import Completion, EngineDied, Sampling, VersionSpan
 from services.rollout.engines import create
+from services.rollout.engines.vllm.versions import VersionMarks
 from tests.models import byte_tokenizer
 from tests.sender import Sender
 from tests.services.rollout.conftest import Run
@@ -171,12 +172,45 @@ def test_tokens_have_the_version_that_sampled_them(
     run(scenario())
 
 
+def test_versions_are_marked_as_vllm_reports_them(served: Served, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way for releases of vLLM that report none, beside one that does."""
+    engine = served.engine
+    if engine._marks is not None:
+        pytest.skip("this release of vLLM reports none")
+    marks, marked, reported, client = VersionMarks(), [], [], engine._llm.engine_core
+
+    def spans(request_id: str, output: Any, tokens: int) -> Any:
+        reported.append(tuple(VersionSpan(Version(int(s.version)), s.start, s.end) for s in output.weight_versions))
+        marked.append(marks.spans(request_id, tokens))
+        return marked[-1]
+
+    async def label(version: Version, cache_key: str) -> None:
+        await marks.swapped(version)
+        await engine._llm.update_weight_version(str(version))
+
+    async def scenario() -> None:
+        await served.publish(False)
+        flying = asyncio.gather(*(engine.generate(prompt, ANSWER) for prompt in PROMPTS))
+        began = time.perf_counter()
+        await _until(lambda: engine._stats.last_step_s > began)
+        await served.publish(True)
+        await flying
+
+    monkeypatch.setattr(client, "get_output_async", client.get_output_async)
+    marks.attach(engine._llm)
+    monkeypatch.setattr(engine, "_marks", marks)
+    monkeypatch.setattr(engine, "_spans", spans)
+    monkeypatch.setattr(engine, "_label", label)
+    run(scenario())
+    assert marked == reported and any(len(versions) == 2 for versions in marked)
+
+
 def test_samples_of_a_prompt_find_its_keys_and_values_until_the_next_version(served: Served, run: Run) -> None:
     if not served.engine._cache_block:
         pytest.skip("vLLM's CPU build keeps no prefixes for attention on latents")
 
     async def found(prompt: list[int]) -> int:
-        (answer,) = await served.answers([prompt])
+        answer = await served.engine.generate(prompt, Sampling(max_response_tokens=4))
         assert answer.cached is not None
         return answer.cached.tokens
 
@@ -193,15 +227,25 @@ def test_samples_of_a_prompt_find_its_keys_and_values_until_the_next_version(ser
     run(scenario())
 
 
-def test_samples_of_both_ranks_are_drawn_apart_and_counted_together(served: Served, run: Run) -> None:
+def test_samples_of_both_ranks_are_drawn_apart(served: Served, run: Run) -> None:
+    served.ranks = []
+    answers = run(served.answers([LONG_PROMPT[:20]] * 8))
+    assert sorted(served.ranks) == [0] * 4 + [1] * 4
+    drawn = [tuple(answer.tokens[:8]) for answer in answers if len(answer.tokens) >= 8]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_requests_of_both_ranks_are_counted_together(served: Served, run: Run) -> None:
+    engine = served.engine
+
     async def scenario() -> None:
-        flying = asyncio.gather(*(served.engine.generate(LONG_PROMPT[:20], ANSWER) for _ in range(8)))
-        await _until(lambda: served.engine.stats() is not None and served.engine.stats().running == 8)
-        stats = served.engine.stats()
+        flying = asyncio.gather(*(engine.generate(prompt, ANSWER) for prompt in PROMPTS * 2))
+        # Each rank has half of the eight.
+        await _until(lambda: engine.stats() is not None and engine.stats().running == engine.load().running > 4)
+        stats = engine.stats()
         assert stats.waiting == 0 and 0.0 < stats.cache_used < 1.0
-        answers = await flying
-        assert len({tuple(answer.tokens[:8]) for answer in answers}) == 8
-        assert (served.engine.stats().running, served.engine.stats().cache_used) == (0, 0.0)
+        await flying
+        assert (engine.stats().running, engine.stats().cache_used) == (0, 0.0)
 
     run(scenario())
 
