@@ -125,16 +125,35 @@ async def forget_copies(run: Run) -> None:
 
 
 async def stand_by(run: Run) -> None:
-    """Has the trainers that stand by load the job, and gives them each newer state, until it is cancelled."""
-    fleet = run.components.fleet
+    """Has the trainers that stand by load the job, and gives them each newer state, until it is cancelled. A copy does
+    not wait for one that loads the job: that may take minutes."""
+    fleet, held = run.components.fleet, run.standby.held
+    receiving = asyncio.create_task(_receive(run))
+    try:
+        while True:
+            ring = fleet.bell.next()
+            if receiving.done():
+                receiving.result()
+            if run.standby.begun:
+                await _written(run)
+            for member in fleet.standbys:
+                version = await _bring(run, member) if member.due else None
+                if version is None:
+                    held.pop(member.id, None)
+                else:
+                    held[member.id] = max(version, held.get(member.id, version))
+            await waited(ring, LOOK_EVERY_S)
+    finally:
+        receiving.cancel()
+        await asyncio.gather(receiving, return_exceptions=True)
+
+
+async def _receive(run: Run) -> None:
+    """Has those that stand by receive the copies that the trainer sends, until it is cancelled."""
     while True:
-        ring = fleet.bell.next()
+        ring = run.components.fleet.bell.next()
         if run.standby.copies:
             await _received(run)
-        if run.standby.begun:
-            await _written(run)
-        brought = [(member.id, await _bring(run, member)) for member in fleet.standbys if member.due]
-        run.standby.held = {member: version for member, version in brought if version is not None}
         await waited(ring, LOOK_EVERY_S)
 
 
@@ -148,6 +167,7 @@ async def _received(run: Run) -> None:
             answer = await fleet.call(member, TrainerRpc.ReceiveState, request)
             run.standby.held[member.id] = Version(answer.version)
         except MillraceError as error:
+            run.standby.held.pop(member.id, None)  # until it says what it holds
             await fleet.suspect(member)
             _dropped(run, member, Version(request.version), error)
 

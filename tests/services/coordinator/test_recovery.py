@@ -312,6 +312,25 @@ async def test_a_trainer_that_stands_by_goes_on_with_the_step_that_was_under_way
 
 
 @scenario
+async def test_no_copy_waits_for_another_trainer_that_loads_the_job(cluster: Cluster, spec: dict[str, Any]) -> None:
+    first, second, third = await cluster.trainer(), await cluster.trainer(), await cluster.trainer()
+    ended = asyncio.Event()
+
+    async def loads(_: Any) -> None:
+        await ended.wait()
+
+    async def step(request: Any) -> None:
+        await holds(second, request.step - 1)
+
+    third.faults["Configure"], first.faults["Step"] = loads, step
+    await cluster.replica()
+    job = await cluster.ended(await cluster.submit(spec))
+    ended.set()
+    assert (job.state, job.failure) == (JobState.SUCCEEDED, None)
+    assert len(second.received) >= 3 and third.received == [] and first.saving.keys() <= {job.checkpoint}
+
+
+@scenario
 async def test_one_that_a_copy_does_not_reach_gets_it_over_the_disk(cluster: Cluster, spec: dict[str, Any]) -> None:
     first, second, _ = await cluster.trainer(), await cluster.trainer(), await cluster.replica()
 
