@@ -120,22 +120,31 @@ FOUR: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-SAVED = {
-    "MoE TP2 PP2": "qwen3_moe",
-    "GDN TP2 PP2": "qwen3_next",
-    "TP2 PP2 tied": "qwen2",
-    "MLA TP2 PP2 VPP2 EP2": "deepseek_v3",
+SAVED: dict[int, dict[str, str]] = {
+    2: {"MoE EP2": "qwen3_moe", "GDN TP2": "qwen3_next", "MLA PP2": "moonlight"},
+    4: {
+        "MoE TP2 PP2": "qwen3_moe",
+        "GDN TP2 PP2": "qwen3_next",
+        "TP2 PP2 tied": "qwen2",
+        "MLA TP2 PP2 VPP2 EP2": "deepseek_v3",
+    },
 }
-"""Cases of four ranks that save a checkpoint after their first update."""
+"""Number of ranks → cases that save a checkpoint after their first update, and the kinds of their models."""
+OF_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
+    "resumed MoE EP2": ("MoE TP2 PP2", {"expert_parallel": 2}),
+    "resumed MoE DP2 own optimizer state": ("MoE TP2 PP2", {"distributed_optimizer": False}),
+    "resumed TP2 tied": ("TP2 PP2 tied", {"tensor_parallel": 2}),
+    "resumed PP2 tied": ("TP2 PP2 tied", {"pipeline_parallel": 2}),
+    "resumed MLA DP2 of four": ("MLA TP2 PP2 VPP2 EP2", {}),
+    "resumed GDN EP2 of four": ("GDN TP2 PP2", {"expert_parallel": 2}),
+}
 RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
-    "MoE EP2": ("MoE TP2 PP2", {"expert_parallel": 2}),
-    "MoE DP2 own optimizer state": ("MoE TP2 PP2", {"distributed_optimizer": False}),
-    "TP2 tied": ("TP2 PP2 tied", {"tensor_parallel": 2}),
-    "PP2 tied": ("TP2 PP2 tied", {"pipeline_parallel": 2}),
-    "MLA DP2": ("MLA TP2 PP2 VPP2 EP2", {}),
-    "GDN EP2": ("GDN TP2 PP2", {"expert_parallel": 2}),
+    "resumed MoE TP2": ("MoE EP2", {"tensor_parallel": 2}),
+    "resumed GDN EP2": ("GDN TP2", {"expert_parallel": 2}),
+    "resumed MLA DP2": ("MLA PP2", {}),
+    **OF_FOUR,
 }
-"""Cases of two ranks that go on from one of those: the saved case, and options."""
+"""Cases of two ranks that go on from one of those, of two ranks or of four: the saved case, and options."""
 MATRIX: dict[int, set[str]] = {
     1: set(),
     2: {
@@ -149,14 +158,12 @@ MATRIX: dict[int, set[str]] = {
         "MoE DP2",
         "MLA TP2",
         "MLA EP2",
-        "resumed MoE DP2 own optimizer state",
-        "resumed TP2 tied",
-        "resumed PP2 tied",
+        *OF_FOUR,
     },
-    4: {"TP2 PP2"},
+    4: set(FOUR),
 }
-"""Number of ranks → cases for `make test-all`: each combines a model and options that other cases have. They are
-launched by themselves."""
+"""Number of ranks → cases for `make test-all`: each combines a model and options that other cases have, and those of four
+ranks what two ranks have. They are launched by themselves."""
 
 
 @pytest.fixture(scope="session")
@@ -173,12 +180,13 @@ def ranks(
     def launched(count: int, matrix: bool) -> tuple[Any, Path]:
         folder = tmp_path_factory.mktemp(f"ranks-{count}")
         cases = cases_of(models, {1: ONE, 2: TWO, 4: FOUR}[count])
+        for name in SAVED.get(count, {}):
+            cases[name] |= {"save_after": 1, "save": str(folder / "checkpoints" / name)}
         if count == 2:
-            cases |= _resumed(models, run(4)[1])
+            saved = launched(4, True)[1] if matrix else folder
+            cases |= _resumed(models, SAVED[4 if matrix else 2], saved)
         cases = {name: case for name, case in cases.items() if (name in MATRIX[count]) == matrix}
         calls: dict[str, Any] = {"train": {"cases": cases}}
-        if matrix:
-            return launch(count, folder, **calls), folder
         if count == 1:
             cases |= cases_of(models, OTHERWISE)
             cases |= {name: {"model": str(path), "reference": True} for name, path in fp8_models.items()}
@@ -186,22 +194,20 @@ def ranks(
             calls["train"]["cases"] = {**_fsdp2(models), **cases, **_bfloat16(models)}
             calls["head"] = calls["context_parallel_packing"] = {}
             calls["against_mbridge"] = {"models": {kind: str(path) for kind, path in models.items()}}
-        if count == 2:
+        if count == 2 and not matrix:
             calls["left_behind"] = {}
-        if count == 4:
-            for name in SAVED:
-                cases[name] |= {"save_after": 1, "save": str(folder / "checkpoints" / name)}
         return launch(count, folder, **calls), folder
 
     return run
 
 
-def _resumed(models: dict[str, Path], saved: Path) -> dict[str, Any]:
+def _resumed(models: dict[str, Path], kinds: dict[str, str], saved: Path) -> dict[str, Any]:
+    """The cases that go on from checkpoints of cases with these kinds of models, in the folder `saved`."""
     cases = {}
     for name, (source, options) in RESUMED.items():
-        checkpoint = saved / "checkpoints" / source
-        model = str(models[SAVED[source]])
-        cases[f"resumed {name}"] = {"model": model, "options": options, "resume": str(checkpoint), "steps": 1}
+        if source in kinds:
+            model, checkpoint = str(models[kinds[source]]), str(saved / "checkpoints" / source)
+            cases[name] = {"model": model, "options": options, "resume": checkpoint, "steps": 1}
     return cases
 
 
