@@ -21,8 +21,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-COVERING = ("gae", "gdpo", "grpo", "remax")
-"""A critic's values, rewards in parts, the usual one, greedy answers."""
+COVERING = ("gae", "gdpo", "remax")
+"""A critic's values, rewards in parts, greedy answers. Jobs of other files have the usual one."""
 REST = tuple(name for name in names(AlgorithmKind.ADVANTAGE) if name not in COVERING)
 
 

@@ -1,5 +1,6 @@
-"""Faults at random instants in a real job, as `make chaos` does them: three seeds, few faults each. `make test` has
-one fault: the coordinator is killed.
+"""Faults at random instants in a real job, as `make chaos` does them: three seeds, few faults each, in `make test-all`.
+`make test` has each kind of fault with one service that is real: tests/services/coordinator/test_recovery.py kills the
+coordinator, test_trainer_kills.py the trainer, test_publication_faults.py a replica.
 
 Whatever a seed finds is repeated with `python -m benchmarks.chaos --first SEED --seeds 1 --faults 3`.
 """

@@ -13,7 +13,8 @@ from tests.services.rollout.coordinator import configure, until
 from tests.services.rollout.nodes.engine_nodes import WITHIN_S, Replica, replica
 from tests.services.rollout.reference import logprobs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.matrix]
+"""test_nodes.py shows without an engine that nodes meet, start, stop and end as one, and each loss."""
 
 
 def test_two_nodes_are_one_replica(tmp_path: Path) -> None:
@@ -31,7 +32,6 @@ def test_two_nodes_are_one_replica(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.matrix  # test_nodes.py has each loss without an engine, ../test_launch.py one of vLLM's
 def test_the_loss_of_the_follower_of_a_worker_and_of_the_leader(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with replica(tmp_path) as two:

@@ -162,8 +162,8 @@ MATRIX: dict[int, set[str]] = {
     },
     4: set(FOUR),
 }
-"""Number of ranks → cases for `make test-all`: each combines a model and options that other cases have, and those of four
-ranks what two ranks have. They are launched by themselves."""
+"""Number of ranks → cases for `make test-all`: each combines a model and options that other cases have. They are
+launched by themselves."""
 
 
 @pytest.fixture(scope="session")

@@ -192,6 +192,7 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused_and_the_trainer_lives
     assert two_ranks.calls.configure(good, job="job-taken").world_size == 2
 
 
+@pytest.mark.matrix  # ../../ranks/test_ranks.py names a lost rank, test_checkpoint.py goes on in another topology
 def test_a_rank_lost_in_a_step_is_named_and_the_job_goes_on_from_its_checkpoint(
     two_ranks: TwoRanks, served: ScriptedCoordinator, tied_model: Path, tmp_path: Path
 ) -> None:
@@ -227,6 +228,7 @@ def test_a_rank_lost_in_a_step_is_named_and_the_job_goes_on_from_its_checkpoint(
         assert resumed[metric] == pytest.approx(undisturbed[metric], rel=2e-5, abs=2e-6), metric
 
 
+@pytest.mark.matrix  # ../../checkpoints/test_checkpoint.py: it is refused before the backend reads
 def test_a_checkpoint_of_another_architecture_is_refused(
     two_ranks: TwoRanks, tied_model: Path, untied_model: Path, tmp_path: Path
 ) -> None:

@@ -42,7 +42,7 @@ def test_what_is_left_to_make_test_all_only_combines() -> None:
     for count, name in ALL:
         kind, chosen = CASES[count][name]
         new = [option for option, value in chosen.items() if (option, value) not in options]
-        assert kind in models and (not new or count == 4 and numbers.issuperset(new)), name
+        assert kind in models and (not new or (count == 4 and numbers.issuperset(new))), name
 
 
 @ON_RANKS
