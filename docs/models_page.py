@@ -129,9 +129,9 @@ trains it, for all three: gradients are within 0.0001 of transformers', also on 
 and vLLM is within 0.001 after each publication. Of Qwen3.5 the trainer builds the language model in its own class, for
 text as for images: tensors and adapters have its names, as `model.layers.0…`, beside those of a trained tower,
 `model.visual…`, and layers of GatedDeltaNet compute the tokens of images as those of text. Qwen3-VL and Qwen3.5 with
-images and trained towers have not run on GPUs, nor have images on Megatron-Core. `sdpa` attention of Qwen2.5-VL, a
-critic, environments and agents are refused with images, on Megatron-Core `context_parallel` too; so are all other
-models (Qwen3-VL and Qwen3.5 with experts too) and the other engines."""
+images and trained towers have not run on GPUs, nor have images on Megatron-Core but in a small model on one. `sdpa`
+attention of Qwen2.5-VL, a critic, environments and agents are refused with images, on Megatron-Core `context_parallel`
+too; so are all other models (Qwen3-VL and Qwen3.5 with experts too) and the other engines."""
 ON_FSDP2 = """\
 The FSDP2 backend trains what the `transformers` library has, if a packed micro-batch gives every sequence what it
 gets alone. This is not assumed: before a model is loaded, and by `millrace validate`, a tiny model of its config is

@@ -1,4 +1,4 @@
-"""A job whose prompts have images: two ranks of FSDP2 train it, vLLM generates, what cannot be used costs its row."""
+"""A job whose prompts have images: two ranks train it, vLLM generates, what cannot be used costs its row."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,8 +15,8 @@ from tests.e2e.conftest import adds_up, finished
 from tests.image_models import language_layers, opened_model, picture, save_image_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(600)]
-"""test_image_prompts.py of vLLM and test_images.py of FSDP2 hold both to transformers, test_image_rows.py has the
-errors."""
+"""test_image_prompts.py of vLLM and test_images.py of both backends hold them to transformers, test_image_rows.py has
+the errors."""
 CLOSE = 5e-7
 """KL of log-probabilities that differ by 1e-3."""
 
@@ -43,28 +43,34 @@ def rows() -> list[PromptRow]:
 
 
 LORA = {"rank": 8, "alpha": 16}
+TOWER = {"train_tower": True}
+TENSOR = {"backend": "megatron", "backend_options": {"tensor_parallel": 2}}
+PIPELINE = {"backend": "megatron", "backend_options": {"pipeline_parallel": 2, "first_stage_layers": 1}}
 
 
 @pytest.mark.parametrize(
-    ("lora", "kind", "tower"),
+    ("lora", "kind", "trainer"),
     [
-        (None, "qwen2_5_vl", False),
-        (None, "qwen2_5_vl", True),
-        (LORA, "qwen2_5_vl", False),
-        ({**LORA, "merge": True}, "qwen2_5_vl", False),
-        (None, "qwen3_vl", False),
-        (None, "qwen3_vl", True),
-        (LORA, "qwen3_vl", False),
-        (None, "qwen3_5", False),
-        (None, "qwen3_5", True),
-        (LORA, "qwen3_5", False),
+        (None, "qwen2_5_vl", {}),
+        (None, "qwen2_5_vl", TOWER),
+        (LORA, "qwen2_5_vl", {}),
+        ({**LORA, "merge": True}, "qwen2_5_vl", {}),
+        (None, "qwen3_vl", {}),
+        (None, "qwen3_vl", TOWER),
+        (LORA, "qwen3_vl", {}),
+        (None, "qwen3_5", {}),
+        (None, "qwen3_5", TOWER),
+        (LORA, "qwen3_5", {}),
+        (None, "qwen2_5_vl", TENSOR),
+        (LORA, "qwen2_5_vl", PIPELINE),
+        (None, "qwen3_5", PIPELINE),
     ],
 )
-def test_images_are_trained_and_bad_ones_cost_their_rows(start, job, tmp_path, lora, kind, tower):
-    """`tower`: whether the tower is trained, too."""
+def test_images_are_trained_and_bad_ones_cost_their_rows(start, job, tmp_path, lora, kind, trainer):
     folder = save_image_model(tmp_path / "model", kind=kind)
     write_rows(tmp_path / "images.parquet", rows())
     job["model"] |= {"path": str(folder), "lora": lora}
+    job["trainer"] |= trainer
     limits = {"max_per_prompt": 2, "max_pixels": 100_000}
     job["data"] = {
         "files": [str(tmp_path / "images.parquet")],
@@ -72,7 +78,6 @@ def test_images_are_trained_and_bad_ones_cost_their_rows(start, job, tmp_path, l
         "images": limits,
         "shuffle": False,
     }
-    job["trainer"] |= {"train_tower": tower}
     job["rollout"] |= {"max_response_tokens": 40, "engine_options": {"max_num_seqs": 16}}
     job["schedule"] |= {"steps": 8, "prompts_per_step": 4, "max_staleness": 1}
     stack = start(replicas=1, ranks=2, engine="vllm")
@@ -95,4 +100,6 @@ def test_images_are_trained_and_bad_ones_cost_their_rows(start, job, tmp_path, l
     assert before.keys() == after.keys()
     moved = [name for name, tensor in after.items() if not torch.equal(tensor, before[name])]
     assert any("self_attn.q_proj" in name for name in moved)
-    assert [name for name in moved if "visual" in name] == [name for name in after if tower and "visual" in name]
+    assert [name for name in moved if "visual" in name] == [
+        name for name in after if trainer is TOWER and "visual" in name
+    ]

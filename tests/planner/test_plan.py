@@ -146,6 +146,13 @@ def test_images_are_seen_by_replicas_and_by_ranks_that_train_an_answer() -> None
     update = make_plan(at_once, shape, cluster, workload(at_once, image_tokens=400.0)).training
     assert not total(update.scoring)
     assert update.update[Cause.TOWER] == seen.scoring[Cause.TOWER] and update.flops > without.flops
+    stages = {"backend": "megatron", "backend_options": {"pipeline_parallel": 2}}
+    staged = preset("qwen2.5-vl-7b-lora-8gpu", algorithm=once, rollout=samples, trainer=stages)
+    of_text, first = (
+        make_plan(staged, shape, cluster, workload(staged, image_tokens=tokens)).training for tokens in (0.0, 400.0)
+    )
+    images = spec.schedule.prompts_per_step * shape.tower.flops((1, 40, 40))
+    assert first.flops - of_text.flops == pytest.approx(images)  # of two ranks one has the tower
 
 
 def test_a_trained_tower_is_computed_in_each_pass_and_published() -> None:

@@ -56,6 +56,8 @@ def qwen2_5(layers: int, hidden: int, ffn: int, heads: int, key_value_heads: int
 
 QWEN2_5_VL_TOWER = {"hidden_size": 1280, "out_hidden_size": 3584}
 """Entries of the `vision_config` of Qwen2.5-VL-7B that are not transformers' own."""
+QWEN2_5_VL_SECTIONS = (16, 24, 24)
+"""Frequencies of a head that turn by time, height and width."""
 QWEN2_5_VL_MOST_PIXELS = 12845056
 """The most pixels of one image, by the processor's file of Qwen2.5-VL."""
 
@@ -74,7 +76,8 @@ QWEN3_VL_SMALL_TOWER: Mapping[str, Any] = {
 def qwen2_5_with_tower(decoder: ModelShape, context: int) -> ModelShape:
     """A Qwen2.5-VL with this language model."""
     tower = TowerShape.of_config(QWEN2_5_VL_TOWER, {"max_pixels": QWEN2_5_VL_MOST_PIXELS})
-    return replace(qwen2_5_vl.of_decoder(decoder), context=context, tower=tower)
+    rope = replace(decoder.rope, sections=QWEN2_5_VL_SECTIONS)
+    return replace(qwen2_5_vl.of_decoder(decoder), context=context, rope=rope, tower=tower)
 
 
 def qwen3_with_tower(decoder: ModelShape, vision: Mapping[str, Any] = MappingProxyType({})) -> ModelShape:

@@ -137,7 +137,7 @@ def _whole(model: Model, config: Any) -> Any:
 
 class Images:
     """Where the images of sequences are, and the positions of all tokens, by the grids of the images' patches. No
-    tensor of the tower is read."""
+    tensor of the tower is read: a pipeline stage without it has these alone."""
 
     def __init__(self, model: Model, config: Any, pictures: Pictures) -> None:
         self._pictures = pictures

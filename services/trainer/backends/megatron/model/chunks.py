@@ -1,6 +1,7 @@
 """The chunks of the model on this rank: megatron-core's GPT with a head that scores tokens, and their parameters in
 host memory while the model is not used."""
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer import attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -100,6 +102,23 @@ class AxisPositions(nn.Module):
         return torch.cat([angles_pf, angles_pf], 1)[:, None, None]
 
 
+@functools.cache
+def turn_whole_rows() -> None:
+    """Lets attention turn all tokens of a packed row at once, each by its own angles, in models for images. Megatron's
+    fused kernel for packed rows gives all sequences the same angles. Without the kernel Megatron cuts the row into its
+    sequences, and waits for the device once for each of them in every layer."""
+    turned = attention.apply_rotary_pos_emb
+
+    def turn(heads_phd: Tensor, angles: Tensor, config: TransformerConfig, **more: Any) -> Tensor:
+        if config.mrope_section is None or more.get("cu_seqlens") is None:
+            found: Tensor = turned(heads_phd, angles, config, **more)
+            return found
+        whole: Tensor = turned(heads_phd[:, None], angles, config, **{**more, "cu_seqlens": None})
+        return whole[:, 0]
+
+    attention.apply_rotary_pos_emb = turn
+
+
 class Policy(GPTModel):  # type: ignore[misc]  # megatron has no types
     """GPT whose `labels` are `WantedTokens`: then the last stage gives what `head.scores` does, float32 [2 + K, R].
     Without them it gives logits [1, P, vocabulary part], as GPT does."""
@@ -126,6 +145,7 @@ class Policy(GPTModel):  # type: ignore[misc]  # megatron has no types
         self.vocabulary = _vocabulary(shape, options.tensor_parallel)
         if plan.config.mrope_section is not None:
             self.rotary_pos_emb = AxisPositions(shape.rope, shape.head_dim, plan.device)
+            turn_whole_rows()
         if shape.latent is not None:
             self._set_latent_norms(shape.latent.norm_epsilon)
 

@@ -37,8 +37,7 @@ def configuration(
         "use_cpu_initialization": not cuda,
         "bias_activation_fusion": cuda,
         "bias_dropout_fusion": cuda,
-        # The fused kernel counts positions from the first token of each sequence.
-        "apply_rope_fusion": cuda and shape.latent is None and not images,
+        "apply_rope_fusion": cuda and shape.latent is None,
         "mrope_section": list(shape.rope.sections) if images else None,
     }
     if shape.experts is not None:

@@ -27,6 +27,8 @@ from tests.services.trainer.backends.megatron.on_ranks import image_job
 
 pytestmark = pytest.mark.timeout(400)
 LORA = {"rank": 4, "alpha": 8}
+DEEP = "qwen2_5_vl, tied"
+"""Kind of a model with four layers."""
 FULL = {"recompute": {"granularity": "full"}}
 CASES: dict[str, dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]]] = {
     "2": {
@@ -42,6 +44,7 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]]] =
     "2, the rest": {
         "TP2 without sequence parallelism": ("qwen2_5_vl", {"tensor_parallel": 2, "sequence_parallel": False}, None),
         "PP2 dense": ("qwen2_5_vl", {"pipeline_parallel": 2}, None),
+        "VPP2 tied": (DEEP, {"pipeline_parallel": 2, "virtual_pipeline": 2}, None),
         "DP2": ("qwen2_5_vl", {"distributed_optimizer": False}, None),
         "DP2, GDN": ("qwen3_5", {"distributed_optimizer": False}, None),
         "LoRA TP2": ("qwen2_5_vl", {"tensor_parallel": 2}, LORA),
@@ -64,7 +67,8 @@ ON_RANKS = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = tmp_path_factory.mktemp("images")
-    return {kind: save_image_model(made / kind, kind=kind) for kind in ("qwen2_5_vl", "qwen3_5")}
+    kinds = {kind: save_image_model(made / kind, kind=kind) for kind in ("qwen2_5_vl", "qwen3_5")}
+    return {**kinds, DEEP: save_image_model(made / "deep", tied=True, layers=4)}
 
 
 @pytest.fixture(scope="module")
