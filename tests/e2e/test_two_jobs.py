@@ -86,3 +86,42 @@ def test_a_job_gives_way_to_an_urgent_one_and_goes_on_from_its_checkpoint(tmp_pa
         after = {event.kind: event for event in events[gave_way:]}
         assert after[EventKind.TRAINER_CONFIGURED].data.version == saved.data.step, "it loaded that checkpoint"
         assert after[EventKind.MEMBER_CONFIGURED].data.kept_engine
+
+
+def test_two_running_jobs_share_replicas(tmp_path, job, another_trainer, monkeypatch):
+    monkeypatch.setenv("MILLRACE_SHARE_REPLICAS_S", "2")
+    with started(tmp_path / "state", replicas=2, engine="transformers") as stack, stack.client() as client:
+        another_trainer(stack, "--partition", "b")
+        until("both trainers", lambda: len(client.fleet().trainers) == 2, 120)
+
+        def submit(name: str, steps: int) -> str:
+            return client.submit(
+                {**job, "output": f"{job['output']}-{name}", "schedule": {**job["schedule"], "steps": steps}}
+            ).id
+
+        def spread(**wanted: int) -> None:
+            def holds() -> bool:
+                found = [member.partition for member in client.fleet().replicas if member.state == "serving"]
+                return sorted(found) == sorted(place for place, count in wanted.items() for _ in range(count))
+
+            until(f"replicas of {wanted}", holds, 240)
+
+        first = submit("first", 100_000)
+        spread(default=2)
+        until("a step of the first one", lambda: client.job(first).step >= 1, 240)
+        second = submit("second", 60)
+        spread(default=1, b=1)
+        until("a step of the second one", lambda: client.job(second).step >= 1, 240)
+        step = client.job(first).step
+        until("the first one goes on", lambda: client.job(first).step >= step + 2, 240)
+        client.cancel(first)
+        spread(b=2)
+        view = finished(client, second)
+        adds_up(client, view)
+        ledger, events = client.ledger(second), list(client.events(second, follow=False))
+        assert ledger.dropped == 0 and EventKind.LEASE_EXPIRED not in {event.kind for event in events}
+        configured = [event.data for event in events if event.kind == EventKind.MEMBER_CONFIGURED]
+        assert len(configured) == 2 and all(each.kept_engine for each in configured)
+        ledger, events = client.ledger(first), list(client.events(first, follow=False))
+        assert set(ledger.reasons) <= {DropReason.JOB_CANCELLED} and ledger.issued == ledger.trained + ledger.dropped
+        assert not {event.kind for event in events} & {EventKind.LEASE_EXPIRED, EventKind.PUBLICATION_FAILED}

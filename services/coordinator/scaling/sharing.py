@@ -142,8 +142,9 @@ class Sharing:
         await self._take_from_refused(jobs)
         claims, idle = await self._claims(jobs, now), self._idle(now)
         for move in moves(claims, idle, ripe=now - self._moved_at >= self.every_s):
-            for member in self._chosen(move, jobs):
-                await self._hand_over(member, move.partition, jobs, move.reason, self._why(move, claims, jobs))
+            for _ in range(move.count):
+                if (member := self._chosen(move, jobs)) is not None:
+                    await self._hand_over(member, move.partition, jobs, move.reason, self._why(move, claims, jobs))
 
     # What there is.
 
@@ -185,26 +186,26 @@ class Sharing:
 
     # Handing over.
 
-    def _chosen(self, move: Move, jobs: Mapping[str, JobRecord]) -> list[Member]:
-        """The replicas that go: first those without weights, then those that generate least. One that serves stays with
-        a job that has any. None while weights are on their way to them."""
+    def _chosen(self, move: Move, jobs: Mapping[str, JobRecord]) -> Member | None:
+        """The next replica that goes: one without weights, else the one that generates least. One that serves stays
+        with a job that has any. None while weights are on their way to or from replicas."""
         components, job = self.partitions[move.before], jobs[move.partition]
         if components.publisher.sending:
-            return []
+            return None
         members = components.fleet.replicas
         able = [m for m in members if not m.home and not m.configuring and (m.id, job.id) not in self._refused]
-        able.sort(key=lambda m: (m.weights is not None, m.pulse.running + m.pulse.waiting, -m.joined_s))
-        serving = sum(m.weights is not None for m in members)
-        others = sum(m.weights is None for m in able)
-        most = others + max(0, serving - 1) if move.before in jobs else len(able)
-        return able[: min(move.count, most)]
+        if move.before in jobs and sum(m.weights is not None for m in members) <= 1:
+            able = [m for m in able if m.weights is None] if len(members) > 1 else []
+        return min(
+            able, key=lambda m: (m.weights is not None, m.pulse.running + m.pulse.waiting, -m.joined_s), default=None
+        )
 
     async def _take_from_refused(self, jobs: Mapping[str, JobRecord]) -> None:
         """Hands replicas that refused the job of their partition to another one, and to that job no more."""
         for place, job in jobs.items():
             for member in [m for m in self.partitions[place].fleet.replicas if not m.home and not m.configuring]:
                 last = member.unconfigured
-                if last is None or not last.refused or last.job_id != job.id:
+                if last is None or not last.refused or last.job_id != job.id or member.gone.is_set():
                     continue
                 self._refused.add((member.id, job.id))
                 others = [p for p, each in jobs.items() if p != place and (member.id, each.id) not in self._refused]
@@ -229,6 +230,9 @@ class Sharing:
         if move.reason is HandOverReason.FIRST:
             return f"{job.id} has no replica"
         if move.reason is HandOverReason.DEMAND:
-            return f"{jobs[move.before].id} has work for fewer: {self._needs[move.before].why}"
+            other = jobs[move.before]
+            need = self._needs.get(move.before)
+            why = "it is paused" if other.state is JobState.PAUSED or need is None else need.why
+            return f"{other.id} has work for fewer: {why}"
         shares = ", ".join(f"{claim.place} {claim.share:g}" for claim in claims)
         return f"by the shares of the running jobs ({shares}) {job.id} is due more"
