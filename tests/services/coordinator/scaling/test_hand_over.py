@@ -12,7 +12,7 @@ from millrace.events import EventKind, HandOverReason
 from millrace.rest import JobState
 from tests.services.coordinator.cluster import Cluster, named, scenario, until
 from tests.services.coordinator.conftest import CoordinatorProcess, running
-from tests.services.coordinator.peers import SimulatedTrainer
+from tests.services.coordinator.peers import Fault, SimulatedTrainer
 from tests.services.coordinator.test_recovery import restart
 
 STEPS = 100_000
@@ -97,21 +97,26 @@ async def test_replicas_that_name_their_partition_stay(cluster: Cluster, spec: d
 async def test_a_replica_dies_on_its_way(cluster: Cluster, spec: dict[str, Any]) -> None:
     """What it had of the job that it left is issued again at once, not after the leases have run out."""
     trainer, _ = await cluster.trainer(step_s=0.05), await cluster.trainer("b", step_s=0.05)
-    replicas = {each.id: each for each in [await cluster.replica(seconds=0.05) for _ in range(2)]}
+    replicas = {each.id: each for each in [await cluster.replica(seconds=0.05, capacity=4) for _ in range(2)]}
     first = await cluster.submit(job(spec, "first", steps=STEPS))
     await spread(cluster, default=2)
     on_its_way, may_end = asyncio.Event(), asyncio.Event()
+    working = set[str]()
 
-    async def works(_: Any) -> None:
-        await may_end.wait()
+    def works(member: str) -> Fault:
+        async def fault(_: object) -> None:
+            working.add(member)
+            await may_end.wait()
+
+        return fault
 
     async def wait(request: Any) -> None:
         on_its_way.set()
         await asyncio.sleep(60)
 
     for each in replicas.values():
-        each.faults |= {"Configure": wait, "Generate": works}
-    await until(lambda: asyncio.sleep(0, all(each.held for each in replicas.values())))
+        each.faults |= {"Configure": wait, "Generate": works(each.id)}
+    await until(lambda: asyncio.sleep(0, len(working) == 2))
     second = await cluster.submit(job(spec, "second", steps=STEPS))
     await asyncio.wait_for(on_its_way.wait(), 30)
     (event,) = await until(lambda: cluster.events(second, EventKind.MEMBER_HANDED_OVER))
