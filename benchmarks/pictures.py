@@ -1,10 +1,11 @@
-"""A job whose prompts have four pictures each: a random Qwen2.5-VL with an adapter, FSDP2 and vLLM.
+"""A job whose prompts have four pictures each: a random model of a published shape, and vLLM.
 
-    python -m benchmarks.pictures --size 7b --steps 8
+    python -m benchmarks.pictures --shape qwen2.5-vl-7b --steps 8
+    python -m benchmarks.pictures --shape qwen3-vl-2b --share-gpus --max-staleness 0
 
 A local stack with one trainer and one replica: on a host with two GPUs one each. Prints a JSON object for each step:
 seconds of its parts, KL of engine and trainer over tokens of the same version and over all, publication and its pause,
-MFU, and the trainer's peak of memory. `--size tiny` shows on a CPU that it runs.
+MFU, and the trainer's peak of memory. `--shape tiny` shows on a CPU that it runs.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from millrace.data.row import PromptRow, write_rows
 from millrace.demo.model import PATCHES
@@ -51,8 +52,9 @@ TOLD = (
     "response_length/mean",
 )
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", VISION_START, VISION_END, IMAGE, VIDEO)
-SIZES: dict[str, dict[str, Any]] = {
-    "7b": {
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-vl-7b": {
+        "type": "qwen2_5_vl",
         "words": 151643,
         "side": 560,
         "text": {
@@ -70,7 +72,70 @@ SIZES: dict[str, dict[str, Any]] = {
         "engine_options": {"max_model_len": 2560, "gpu_memory_utilization": 0.85},
         "prompts": 16,
     },
+    "qwen3-vl-2b": {
+        "type": "qwen3_vl",
+        "words": 151643,
+        "side": 640,
+        "text": {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+        },
+        "tower": {
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_heads": 16,
+            "out_hidden_size": 2048,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
+        "section": [24, 20, 20],
+        "rope": {"mrope_interleaved": True},
+        "lengths": (2048, 512),
+        "engine_options": {"max_model_len": 2560, "gpu_memory_utilization": 0.35},
+        "prompts": 16,
+    },
+    "qwen3.5-2b": {
+        "type": "qwen3_5",
+        "words": 151643,
+        "side": 640,
+        "text": {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "tie_word_embeddings": True,
+        },
+        "tower": {
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_heads": 16,
+            "out_hidden_size": 2048,
+        },
+        "section": [11, 11, 10],
+        "rope": {"partial_rotary_factor": 0.25, "mrope_interleaved": True},
+        "lengths": (2048, 512),
+        "engine_options": {
+            "max_model_len": 2560,
+            "gpu_memory_utilization": 0.35,
+            "additional_config": {"gdn_prefill_backend": "triton"},
+        },
+        "prompts": 16,
+    },
     "tiny": {
+        "type": "qwen2_5_vl",
         "words": 1000,
         "side": 84,
         "text": {
@@ -107,49 +172,59 @@ def score(solution_str: str, **_: Any) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="7b")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-vl-7b")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8, help="answers of a prompt")
+    parser.add_argument("--backend", default="fsdp2")
+    parser.add_argument("--max-staleness", type=int, default=1)
+    parser.add_argument("--share-gpus", action="store_true", help="as of millrace up: one GPU is enough")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="of the whole job")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
-        folder, size = Path(name), SIZES[options.size]
-        made_model(folder / "model", size)
-        rows(folder / "rows.parquet", size, options.steps)
+        folder, shape = Path(name), SHAPES[options.shape]
+        made_model(folder / "model", shape)
+        rows(folder / "rows.parquet", shape, options.steps)
         stack = StackOptions(
             state=str(folder / "stack"),
             http_port=free_port(),
             grpc_port=free_port(),
+            share_gpus=options.share_gpus,
             environment={**ENVIRONMENT, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
         )
         with Stack(stack) as running, running.client() as client:
-            done = client.wait(client.submit(job(folder, size, options)).id, options.timeout_s)
-            for row in client.metrics(done.id):
-                print(json.dumps({"step": row.step, **{key: row.values.get(key) for key in TOLD}}), flush=True)
-            print(json.dumps({"state": done.state.value, "failure": done.failure}))
+            asked = client.submit(job(folder, shape, options)).id
+            try:
+                done = client.wait(asked, options.timeout_s)
+                print(json.dumps({"state": done.state.value, "failure": done.failure}))
+            finally:
+                for row in client.metrics(asked):
+                    print(json.dumps({"step": row.step, **{key: row.values.get(key) for key in TOLD}}), flush=True)
 
 
-def made_model(folder: Path, size: dict[str, Any]) -> None:
+def made_model(folder: Path, shape: dict[str, Any]) -> None:
     """A model folder with random weights, its tokenizer and its processor of images."""
-    tokenizer = _tokenizer(size["words"])
+    tokenizer = _tokenizer(shape["words"])
     tokenizer.save_pretrained(folder)
     names = {"image": IMAGE, "video": VIDEO, "vision_start": VISION_START, "vision_end": VISION_END}
     ids: dict[str, Any] = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": size["section"]}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": shape["section"], **shape.get("rope", {})}
     text = {
-        **size["text"],
+        **shape["text"],
         "max_position_embeddings": 32768,
         "rope_parameters": rope,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=size["tower"], tie_word_embeddings=False, **ids)
+    tied = shape["text"].get("tie_word_embeddings", False)
+    entries = {"text_config": text, "vision_config": shape["tower"], "tie_word_embeddings": tied, **ids}
+    config = AutoConfig.for_model(shape["type"], **entries)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    processor = {"image_processor_type": "Qwen2VLImageProcessor", **PATCHES, "max_pixels": size["side"] ** 2}
+    newer = {} if shape["type"] == "qwen2_5_vl" else {"patch_size": 16, "min_pixels": 32 * 32}
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", **PATCHES, "max_pixels": shape["side"] ** 2, **newer}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
@@ -166,14 +241,14 @@ def _tokenizer(words: int) -> PreTrainedTokenizerFast:
     return made
 
 
-def rows(path: Path, size: dict[str, Any], steps: int) -> None:
+def rows(path: Path, shape: dict[str, Any], steps: int) -> None:
     """Prompts of pictures with smooth random colours."""
     rng = np.random.default_rng(0)
 
     def picture() -> bytes:
         coarse = Image.fromarray(rng.integers(0, 256, (14, 14, 3), dtype=np.uint8))
         file = io.BytesIO()
-        coarse.resize((size["side"], size["side"]), Image.Resampling.BICUBIC).save(file, "PNG")
+        coarse.resize((shape["side"], shape["side"]), Image.Resampling.BICUBIC).save(file, "PNG")
         return file.getvalue()
 
     def row(number: int) -> PromptRow:
@@ -181,16 +256,16 @@ def rows(path: Path, size: dict[str, Any], steps: int) -> None:
         files = tuple(picture() for _ in range(PICTURES))
         return PromptRow(number, "pictures", [{"role": "user", "content": content}], ground_truth="", images=files)
 
-    write_rows(path, [row(number) for number in range(size["prompts"] * (steps + 2))])
+    write_rows(path, [row(number) for number in range(shape["prompts"] * (steps + 2))])
 
 
-def job(folder: Path, size: dict[str, Any], options: argparse.Namespace) -> JobSpec:
-    prompt, answer = size["lengths"]
+def job(folder: Path, shape: dict[str, Any], options: argparse.Namespace) -> JobSpec:
+    prompt, answer = shape["lengths"]
     return parse(
         {
-            "name": f"pictures {options.size}",
+            "name": f"pictures {options.shape}",
             "output": str(folder / "output"),
-            "model": {"path": str(folder / "model"), "lora": size["lora"]},
+            "model": {"path": str(folder / "model"), "lora": shape.get("lora")},
             "data": {
                 "files": [str(folder / "rows.parquet")],
                 "max_prompt_tokens": prompt,
@@ -200,16 +275,20 @@ def job(folder: Path, size: dict[str, Any], options: argparse.Namespace) -> JobS
             "rollout": {
                 "samples_per_prompt": options.samples,
                 "max_response_tokens": answer,
-                "engine_options": size["engine_options"],
+                "engine_options": shape["engine_options"],
             },
             "algorithm": {"preset": "grpo"},
             "trainer": {
-                "backend": "fsdp2",
+                "backend": options.backend,
                 "token_budget": 16384,
                 "activation_recompute": True,
                 "optimizer": {"lr": 1e-5},
             },
-            "schedule": {"steps": options.steps, "prompts_per_step": size["prompts"], "max_staleness": 1},
+            "schedule": {
+                "steps": options.steps,
+                "prompts_per_step": shape["prompts"],
+                "max_staleness": options.max_staleness,
+            },
         }
     )
 
