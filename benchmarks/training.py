@@ -7,6 +7,7 @@ for each. `mixed`: lengths geometric with mean 430, at most 3,072; `even`: seque
 many tokens. Prints seconds of forward and backward, of the optimizer, tokens a second, MFU (of the GPUs' published rate
 in bf16, counted as if all weights were trained) and the peak of memory of one GPU. Needs `gpu-megatron` installed for
 that backend. `--profile` adds a line with the seconds that the GPU was busy in one more update, by kind of kernel.
+What is being done goes to stderr, with the seconds since the start: a run that is cut shows where its time went.
 
 Long sequences on two GPUs, shared by them (Ulysses) and not:
 
@@ -18,10 +19,12 @@ import argparse
 import gc
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,7 @@ from millrace.megatron.architectures.shape import sequence_cost
 from millrace.spec import JobSpec, parse
 from services.trainer.backends import build
 from services.trainer.backends.fsdp2.loading import ModelFolder
-from services.trainer.protocol.backend import Backend, TokenScores
+from services.trainer.protocol.backend import Backend, LossFn, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks.world import World
 from services.trainer.step.phases import peak_flops
@@ -46,6 +49,7 @@ from services.trainer.step.phases import peak_flops
 TOKENS = 130_000
 PROMPT, LONGEST, EVEN = 32, 3072, 4096
 MEAN_RESPONSE = 430
+BEGAN = time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ def measured(case: Case, world: World, updates: int, profile: bool) -> Iterator[
     """The row of this case, and with `profile` one of its kernels."""
     shape = read_shape(case.folder)
     torch.manual_seed(0)  # each case has the same weights
+    report(world, f"building {case.backend}, options {case.options}")
     backend, cost = build(job_spec(case), world.device), sequence_cost(shape)
     parallel, times, norms, flops, tokens = backend.data_parallel, [], [], [], []
     for seed in range(updates + 1):
@@ -127,7 +132,9 @@ def measured(case: Case, world: World, updates: int, profile: bool) -> Iterator[
         everyone = [batch for batches in by_rank for batch in batches if batch.rows]
         flops.append(sum(cost.total(batch.lengths) for batch in everyone))
         tokens.append(sum(sum(batch.lengths) for batch in everyone))
-        *spent, norm = update(backend, by_rank[parallel.rank])
+        mine = by_rank[parallel.rank]
+        report(world, f"update {seed} of {updates}, {len(mine)} micro-batches")
+        *spent, norm = update(backend, mine, loss if seed else partial(reported_loss, world))
         times.append(spent)
         norms.append(norm)
         if not seed and torch.cuda.is_available():
@@ -152,16 +159,31 @@ def measured(case: Case, world: World, updates: int, profile: bool) -> Iterator[
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1) if torch.cuda.is_available() else None,
     }
     if profile:
+        report(world, "profiling an update")
         batches = micro_batches(case, shape.vocabulary, updates + 1, parallel.size)[parallel.rank]
         yield {"micro_batches": len(batches), **by_kind(lambda: update(backend, batches), world.device)}
 
 
-def update(backend: Backend, batches: list[MicroBatch]) -> tuple[float, float, float]:
+def report(world: World, doing: str) -> None:
+    """Says what is being done and how long after the start, at once."""
+    if world.rank == 0:
+        print(f"{time.perf_counter() - BEGAN:.1f} s: {doing}", file=sys.stderr, flush=True)
+
+
+def reported_loss(world: World, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, None]:
+    """The loss, and a line when the forward pass of the micro-batch is done: before the first one layers and kernels
+    are compiled and tuned, after it those of the backward pass."""
+    _synchronize()
+    report(world, f"forward pass done, {sum(batch.lengths)} tokens")
+    return loss(batch, scores)
+
+
+def update(backend: Backend, batches: list[MicroBatch], loss_fn: LossFn[None] = loss) -> tuple[float, float, float]:
     """Seconds of forward and backward, seconds of the optimizer, and the norm of the gradient."""
     dist.barrier()
     _synchronize()
     began = time.perf_counter()
-    backend.forward_backward(batches, loss, temperature=1.0)
+    backend.forward_backward(batches, loss_fn, temperature=1.0)
     _synchronize()
     between = time.perf_counter()
     norm = backend.gradient_norm()
