@@ -250,17 +250,22 @@ def test_requests_of_both_ranks_are_counted_together(served: Served, run: Run) -
     run(scenario())
 
 
-def test_a_publication_that_is_given_up_leaves_no_rank_behind(served: Served, run: Run) -> None:
+def test_a_pause_that_is_given_up_on_its_way_leaves_no_rank_behind(served: Served, run: Run) -> None:
+    """It has reached one rank alone, which cannot come to it without the other."""
+    engine, client = served.engine, served.engine._llm.engine_core
+
     async def scenario() -> None:
         await served.publish(False)
-        flying = asyncio.gather(*(served.engine.generate(prompt, ANSWER) for prompt in PROMPTS))
-        pausing = asyncio.create_task(served.engine._enter_pause("recompute"))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        pausing.cancel()
-        await asyncio.wait([pausing])
-        await served.engine._leave_pause()
-        await served.engine._leave_pause()
+        flying = asyncio.gather(*(engine.generate(prompt, ANSWER) for prompt in PROMPTS))
+        began = time.perf_counter()
+        await _until(lambda: engine._stats.last_step_s > began)
+        first = client._call_utility_async("pause_scheduler", "keep", False, engine=client.core_engines[0])
+        pausing = asyncio.create_task(first)
+        await _until(lambda: bool(client.utility_results))
+        engine._paused, engine._stands = True, False
+        await engine._leave_pause()
+        await engine._leave_pause()
+        await pausing
         for prompt, answer in zip(PROMPTS, await flying, strict=True):
             served.check(prompt, answer, {served.version: False})
 
