@@ -2,13 +2,15 @@
 
     python -m benchmarks.standby --layers 8 --steps 12
 
-Three jobs on this host's CPU, each on a stack of its own with one trainer (FSDP2) of one rank and one replica
-(Transformers): without another trainer; with one of one rank, to which the state goes from memory to memory; with one
-of two ranks, to which it goes over the disk. The model has random weights, and the reward means nothing. After
-`--steps` further steps the trainer in the seat is killed. Prints JSON: bytes of the state; for each job seconds from
-step to step and how long a step waits for the copy (medians); how many steps the one that stands by is behind after
-each step (median); seconds from the moment at which the coordinator knew of the kill until the next trainer had the job
-and until it had made a step; and the versions from and to which the job went back.
+First the state alone, in one process and by one thread: seconds that a step waits, until the state has arrived (or is
+on the disk), and until it is in place (or loaded); medians of five. Then three jobs on this host's CPU, each on a
+stack of its own with one trainer (FSDP2) of one rank and one replica (Transformers): without another trainer; with
+one of one rank, to which the state goes from memory to memory; with one of two ranks, to which it goes over the disk.
+The model has random weights, and the reward means nothing. After `--steps` further steps the trainer in the seat is
+killed. Prints JSON: bytes of the state; for each job seconds from step to step and how long a step waits for the copy
+(medians); how many steps the one that stands by is behind after each step (median); seconds from the moment at which
+the coordinator knew of the kill until the next trainer had the job and until it had made a step; and the versions
+from and to which the job went back.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.joining import REWARD
@@ -32,10 +35,15 @@ from millrace.client import Client
 from millrace.demo.run import ENVIRONMENT
 from millrace.demo.tasks import TASKS, write_task_data
 from millrace.demo.tokenizer import byte_tokenizer
+from millrace.ids import JobId, Version
 from millrace.local import child_processes
 from millrace.local.options import StackOptions
 from millrace.local.ports import free_port
 from millrace.local.stack import Stack
+from millrace.spec import parse
+from services.trainer.backends import build
+from services.trainer.checkpoints import checkpoint
+from services.trainer.checkpoints.standby_copies import StandbyCopies
 
 RANKS = {"alone": 0, "memory": 1, "disk": 2}
 """Ranks of the trainer that stands by, by the way that the state takes; 0: there is none."""
@@ -49,11 +57,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--ways", nargs="+", choices=[*RANKS], default=[*RANKS])
+    parser.add_argument("--ways", nargs="*", choices=[*RANKS], default=[*RANKS])
     options = parser.parse_args()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         parameters = make_model(Path(folder) / "model", options.layers, options.hidden)
+        found["state"] = state_alone(Path(folder))
         for way in options.ways:
             found[way] = measured(Path(folder), way, options.steps)
             print(way, json.dumps(found[way]), file=sys.stderr)
@@ -84,7 +93,7 @@ def job(folder: Path, way: str) -> dict[str, Any]:
     (folder / "reward.py").write_text(REWARD)
     train, _ = write_task_data(TASKS["reverse"], folder / "data", seed=0)
     return {
-        "name": f"a trainer that stands by, {way}",
+        "name": f"stands by {way}",
         "output": str(folder / way / "output"),
         "model": {"path": str(folder / "model")},
         "data": {"files": [str(train)], "max_prompt_tokens": 48},
@@ -92,6 +101,43 @@ def job(folder: Path, way: str) -> dict[str, Any]:
         "rollout": {"samples_per_prompt": 2, "max_response_tokens": 16, "dtype": "float32"},
         "trainer": {"backend": "fsdp2", "dtype": "float32", "token_budget": 2048, "optimizer": {"lr": 1e-6}},
         "schedule": {"steps": 100_000, "prompts_per_step": 4, "max_staleness": 1},
+    }
+
+
+def state_alone(folder: Path) -> dict[str, Any]:
+    """The state of one rank after an update, by memory and by disk."""
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    spec = parse(job(folder, "state"))
+    seat, other = (build(spec, torch.device("cpu")) for _ in range(2))
+    seat.prepare_state(1)
+    sender, receiver = StandbyCopies(0), StandbyCopies(0)
+    times: dict[str, list[list[float]]] = {"memory": [], "disk": []}
+    for number in range(5):
+        version, path = Version(number), str(folder / "state" / f"step-{number}")
+        at = [time.monotonic()]
+        (meet,) = sender.send(seat, version, 0.0, 1, LIMIT_S)
+        at.append(time.monotonic())
+        header = receiver.receive(meet, version, other, LIMIT_S)
+        at.append(time.monotonic())
+        receiver.put_in_place(other, header)
+        times["memory"].append([*at, time.monotonic()])
+        _until(lambda: not sender.busy)
+        at = [time.monotonic()]
+        pending = checkpoint.copy_for_saving(
+            path, seat, job_id=JobId("bench"), version=version, model="", huggingface=False, copied=True
+        )
+        at.append(time.monotonic())
+        pending.write()
+        pending.commit()
+        at.append(time.monotonic())
+        checkpoint.load(path, other)
+        times["disk"].append([*at, time.monotonic()])
+    dist.destroy_process_group()
+    names = ("waits_s", "arrives_s", "in_place_s")
+    return {
+        way: {name: _median([at[i + 1] - at[i] for at in rows]) for i, name in enumerate(names)}
+        for way, rows in times.items()
     }
 
 

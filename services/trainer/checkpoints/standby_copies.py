@@ -102,7 +102,7 @@ class StandbyCopies:
         of them meets this one; nothing if a rank still sends the copy before. A collective.
 
         Raises InvalidState, on every rank, if one has no memory for it."""
-        if any(collectives.gather_bytes(b"busy" if self._busy else b"")):
+        if any(collectives.gather_bytes(b"busy" if self.busy else b"")):
             return []
         meet = self._meet(version, receivers)
         parts = _held(backend)
@@ -124,7 +124,8 @@ class StandbyCopies:
         return meet
 
     @property
-    def _busy(self) -> bool:
+    def busy(self) -> bool:
+        """Whether a copy is still being sent."""
         return any(thread.is_alive() for thread, _ in self._sending)
 
     def _meet(self, version: Version, receivers: int) -> list[weights_pb2.Rendezvous]:
