@@ -55,8 +55,8 @@ def _engine(spec: JobSpec) -> Iterator[Mistake]:
 
 
 def _layers(spec: JobSpec) -> Iterator[Mistake]:
-    """Those of Megatron's names that the model has no layer for, if its architecture is known here and its folder is on
-    this machine."""
+    """The names of Megatron's layers for which the model has no layer, if its architecture is known here and its folder
+    is on this machine."""
     lora, folder = spec.model.lora, Path(spec.model.path)
     if lora is None or not (folder / "config.json").is_file():
         return

@@ -52,7 +52,7 @@ class Given:
     """What the process that starts the sandbox has made already."""
 
     number: int
-    """Of the sandbox on this machine."""
+    """Number of the sandbox on this machine."""
     processes: bool
     """The first process has a PID namespace."""
     users: bool

@@ -74,9 +74,9 @@ class Unread:
     copies: tuple[tuple[str, str], ...]
     """Tensors that the config ties to another one, and that one: they may differ from it by their values only."""
     lost: tuple[str, ...]
-    """Those that the model does not have: no training with this config keeps them."""
+    """Tensors that the model does not have: no training with this config keeps them."""
     ahead: tuple[str, ...]
-    """Those of heads that predict several tokens at once. They are not trained, and left out of what is saved."""
+    """Tensors of heads that predict several tokens at once. They are not trained, and left out of what is saved."""
 
     @classmethod
     def of(

@@ -110,7 +110,7 @@ class Trainer:
         return seen * self.shape.tower.flops_of_tokens(self.work.image_tokens) if self.work.image_tokens else 0.0
 
     def seeing(self, passes: float = 1.0) -> dict[Cause, float]:
-        """So many of the tower's forward passes."""
+        """Seconds of so many forward passes of the tower."""
         flops = passes * self.images()
         return {Cause.TOWER: flops / (constants.LAYER_SHARE * self.gpu.product_rate)} if flops else {}
 

@@ -41,9 +41,9 @@ class Claim:
     """Its partition."""
     share: float
     replicas: int
-    """That work in its partition."""
+    """Replicas that work in its partition."""
     free: int
-    """Those of them that may be handed over."""
+    """Replicas of them that may be handed over."""
     wanted: int
     """Replicas that it has work for."""
 
@@ -149,7 +149,7 @@ class Sharing:
     # What there is.
 
     async def _claims(self, jobs: Mapping[str, JobRecord], now: float) -> list[Claim]:
-        """Those of the jobs whose trainer is connected."""
+        """The claims of the jobs whose trainer is connected."""
         able = {place: job for place, job in jobs.items() if self.partitions[place].fleet.trainer is not None}
         total = sum(len(self._working(place, job)) for place, job in able.items())
         claims = []

@@ -25,7 +25,7 @@ class Arrived:
 
     complete: Sequence[GroupSummary]
     first: Sequence[GroupSummary] = ()
-    """Those among as many prompts in flight as a step has, the ones that were issued first."""
+    """The groups among as many prompts in flight as a step has, which were issued first."""
 
     @classmethod
     def of(cls, complete: Collection[GroupSummary], unanswered: Collection[str] | None, wanted: int) -> "Arrived":

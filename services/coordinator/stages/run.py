@@ -80,7 +80,7 @@ class Components(Shared):
 
     @classmethod
     def of(cls, shared: Shared, name: str) -> Self:
-        """Those of a new partition."""
+        """The parts of a new partition."""
         members, turn = Partition(shared.whole_fleet, name), Turn()
         DeathWatch(shared.store, members, turn, shared.events)  # before the queue, whose bell has the loop look at them
         trainer, queue = Trainer(members), Queue(shared.store, members, shared.events, shared.prometheus)
@@ -134,7 +134,7 @@ class Standby:
     copies: dict[MemberId, trainer_pb2.ReceiveStateRequest] = field(default_factory=dict)
     """The copies that the trainer sends, by who receives them."""
     by_disk_until: dict[MemberId, Version] = field(default_factory=dict)
-    """Those to which a copy could not be sent, and the version from which on that is tried again."""
+    """The trainers to which a copy could not be sent, and the version from which on that is tried again."""
 
 
 class Run:

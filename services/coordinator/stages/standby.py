@@ -104,7 +104,7 @@ async def _write(run: Run) -> bool:
 
 
 def _holders(run: Run) -> list[Member]:
-    """Those that stand by and hold the job."""
+    """The trainers that stand by and hold the job."""
     return [member for member in run.components.fleet.standbys if member.id in run.standby.held]
 
 

@@ -51,7 +51,7 @@ class Deaths:
         return most
 
     def of_pool(self, pool: str) -> "Deaths":
-        """Those of the replicas of one pool."""
+        """The deaths of the replicas of one pool."""
         return Deaths({place: n for place, n in self.of_place.items() if place.startswith(f"{pool} ")}, self.words)
 
 

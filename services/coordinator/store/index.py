@@ -87,11 +87,11 @@ class JobIndex:
         return Page(jobs, text(found[2 * limit - 1]) if more else None, total)
 
     async def without_specs(self, ids: Sequence[str]) -> list[JobRecord]:
-        """Those of the jobs that exist, without their specs."""
+        """The jobs that exist of these, without their specs."""
         return await self._read(ids, FIELDS)
 
     async def _read(self, ids: Sequence[str], fields: Sequence[str]) -> list[JobRecord]:
-        """Those of the jobs that exist, with these fields; the id is the first of them."""
+        """The jobs that exist of these, with these fields; the id is the first of them."""
         found, names = list[Any](), [name.encode() for name in fields]
         for first in range(0, len(ids), AT_ONCE):
             found += await self._redis.together(

@@ -68,7 +68,7 @@ class Seen:
     tokens: int
     """The first tokens of the prompt, of which it had computed keys and values."""
     cached: CachedPrefix
-    """Of the turn before."""
+    """The cached prefix of the turn before."""
 
 
 class Place:

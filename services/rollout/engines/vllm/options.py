@@ -32,7 +32,7 @@ SHOWN_RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", *TEXT_PARTS
 """Model types with linear attention whose tokens in the CPU build were compared with transformers, before, during and
 after publications."""
 SHOWN_ON_GPUS = ("qwen3_5",)
-"""Those whose log-probabilities on a GPU were compared with the trainer's: BENCHMARKS.md has the figures."""
+"""Model types whose log-probabilities on a GPU were compared with the trainer's: BENCHMARKS.md has the figures."""
 EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 """Entries of a config that say how many experts a layer has, as vLLM reads them."""
 ON_LATENTS: dict[str, Any] = {
