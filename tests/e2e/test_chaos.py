@@ -17,8 +17,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 SHAPE = Shape(faults=3)
 SEEDS = (46, 77, 81)
-COORDINATOR = 15
-"""A seed whose first fault kills the coordinator."""
 
 
 def test_the_seeds_kill_every_kind_of_process_at_every_staleness() -> None:
@@ -27,10 +25,10 @@ def test_the_seeds_kill_every_kind_of_process_at_every_staleness() -> None:
     assert {fault.act for fault in drawn} == set(Act) and {staleness(seed) for seed in SEEDS} == {0, 1, 2}
 
 
-@pytest.mark.parametrize(
-    ("seed", "faults"), [(COORDINATOR, 1), *(pytest.param(seed, 3, marks=pytest.mark.matrix) for seed in SEEDS)]
-)
-def test_what_always_holds_holds_under_faults(seed: int, faults: int, tmp_path: Path) -> None:
-    outcome = trial(seed, tmp_path, Shape(faults=faults), lambda struck: print(table.line(struck)))
-    assert outcome.sound, table.failure(outcome, table.repeating(seed, [f"--faults {faults}"], Path("state/chaos")))
-    assert len(outcome.struck) == faults and outcome.steps > faults
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_always_holds_holds_under_faults(seed: int, tmp_path: Path) -> None:
+    outcome = trial(seed, tmp_path, SHAPE, lambda struck: print(table.line(struck)))
+    repeat = table.repeating(seed, [f"--faults {SHAPE.faults}"], Path("state/chaos"))
+    assert outcome.sound, table.failure(outcome, repeat)
+    assert len(outcome.struck) == SHAPE.faults and outcome.steps > SHAPE.faults

@@ -126,7 +126,8 @@ def two_trainers(folder: Path) -> Iterator[Job]:
             replica.wait(60)
 
 
-@pytest.mark.parametrize("instants", [ONE, pytest.param(WHOLE_STEPS, marks=pytest.mark.matrix)], ids=["one", "moments"])
+@pytest.mark.matrix  # test_standby_copies.py has copies of real ranks, test_supervisor.py one that takes over
+@pytest.mark.parametrize("instants", [ONE, WHOLE_STEPS], ids=["one", "moments"])
 def test_the_job_has_the_weights_of_one_without_a_kill(instants: list[Instant], tmp_path: Path) -> None:
     steps = 8 * len(instants) + 4
     with two_trainers(tmp_path) as job:

@@ -21,7 +21,16 @@ from tests.services.coordinator.redis import with_store
 
 pytestmark = pytest.mark.slow
 
-ANY_PAYLOAD = st.one_of([st.builds(payload) for payload in typing.get_args(Payload)])
+SHARES = st.floats(0, 1)
+ANY_PAYLOAD = st.one_of(
+    [
+        st.builds(
+            payload, **{name: SHARES for name, field in payload.model_fields.items() if field.annotation is float}
+        )
+        for payload in typing.get_args(Payload)
+    ]
+)
+"""Payloads whose floats are shares, as all are that they have: JSON has no infinity."""
 
 
 @pytest.mark.parametrize("emit", [Events.add, Records.add_event, Run.tell])

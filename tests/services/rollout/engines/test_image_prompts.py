@@ -197,7 +197,7 @@ def test_tokens_are_of_the_tower_of_their_version(model: dict[str, Any], run: Ru
 @pytest.mark.parametrize(
     ("policy", "kind"),
     [
-        ("recompute", "qwen2_5_vl"),
+        pytest.param("recompute", "qwen2_5_vl", marks=pytest.mark.matrix),
         pytest.param("keep", "qwen2_5_vl", marks=pytest.mark.matrix),
         pytest.param("recompute", "qwen3_vl", marks=pytest.mark.matrix),
         pytest.param("keep", "qwen3_vl", marks=pytest.mark.matrix),

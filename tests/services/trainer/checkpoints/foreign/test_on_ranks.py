@@ -12,7 +12,8 @@ import pytest
 from tests.services.trainer.backends.megatron import tiny
 from tests.services.trainer.backends.megatron.launch import launch, once
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(700)]
+"""test_writing.py has all kinds and both forms on one rank."""
 
 Written = dict[str, tuple[str, str, dict[str, Any]]]
 """What is written: the model's kind, the backend and its options."""
