@@ -210,6 +210,7 @@ async def test_the_last_evaluation_needs_no_trainer(cluster: Cluster, spec: dict
     held = Held(6, trainer, replica)
     job_id = await cluster.submit(spec)
     await until(lambda: asyncio.sleep(0, held.asked), lambda asked: len(asked) == 5)
+    await until(lambda: cluster.events(job_id, "checkpoint.saved"))  # for which it is needed
     await trainer.die()
     cluster.members.remove(trainer)
     await until(lambda: cluster.events(job_id, "member.died"))
