@@ -3,7 +3,7 @@ weights would be wrong are refused."""
 
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, get_args
 
 from millrace.data.pictures import WHOLE
@@ -73,14 +73,7 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: 
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "max_num_seqs": 64}
         if has_latents(spec.model.path):
             arguments |= ON_LATENTS
-    if spec.data.images is not None:
-        arguments["limit_mm_per_prompt"] = {"image": spec.data.images.max_per_prompt, "video": 0}
-        # Both ends of this cache have to see the same requests in the same order, which publications would upset.
-        arguments["mm_processor_cache_gb"] = 0
-        # Otherwise vLLM normalises pixels by figures of its own where the folder's file has none.
-        arguments |= {name: False for name in ("mm_device_do_normalize",) if name in known}
-    elif _has_tower(spec.model.path) and "hf_overrides" not in options:
-        arguments["limit_mm_per_prompt"] = {"image": 0, "video": 0}  # vLLM leaves out the tower
+    arguments |= _image_arguments(spec, known)
     if spec.algorithm.router_replay:
         if current_platform.is_cpu():
             reason = "vLLM's CPU build does not report the experts of a token"
@@ -107,6 +100,20 @@ def engine_arguments(spec: JobSpec, adapter: AdapterShape | None = None, start: 
     if start is not None:
         arguments |= _node_arguments(spec, start)
     return without_broken_fusion(AsyncEngineArgs(**arguments))
+
+
+def _image_arguments(spec: JobSpec, known: Collection[str]) -> dict[str, Any]:
+    """What a job with images asks of vLLM, or a job of text of a model that has a tower. `known`: vLLM's options."""
+    if spec.data.images is None:
+        leave_out = _has_tower(spec.model.path) and "hf_overrides" not in spec.rollout.options_of("vllm")
+        return {"limit_mm_per_prompt": {"image": 0, "video": 0}} if leave_out else {}
+    return {
+        "limit_mm_per_prompt": {"image": spec.data.images.max_per_prompt, "video": 0},
+        # Both ends of this cache have to see the same requests in the same order, which publications would upset.
+        "mm_processor_cache_gb": 0,
+        # Otherwise vLLM normalises pixels by figures of its own where the folder's file has none.
+        **{name: False for name in ("mm_device_do_normalize",) if name in known},
+    }
 
 
 def _refuse_unequal(spec: JobSpec, *, on_cpu: bool) -> None:
