@@ -172,8 +172,7 @@ class Fsdp2Memory:
     @property
     def parameters(self) -> float:
         """Parameters of the model that is sharded: with the tower if it is trained."""
-        tower = self.tower if self.spec.trainer.train_tower else None
-        return parameters(self.shape) + (0 if tower is None else tower.parameters)
+        return parameters(self.shape, with_tower=self.spec.trainer.train_tower)
 
     @property
     def adapted(self) -> bool:

@@ -91,9 +91,11 @@ def vocabulary_parameters(shape: ModelShape) -> int:
     return shape.vocabulary * shape.hidden + (0 if shape.tied else head_parameters(shape))
 
 
-def parameters(shape: ModelShape) -> float:
-    """Number of parameters of the whole model."""
-    return vocabulary_parameters(shape) + sum(layer_parameters(shape, layer).total for layer in range(shape.layers))
+def parameters(shape: ModelShape, *, with_tower: bool = False) -> float:
+    """Number of parameters of the whole model; `with_tower`: with its tower for images, if it has one."""
+    tower = shape.tower.parameters if with_tower and shape.tower is not None else 0
+    layers = sum(layer_parameters(shape, layer).total for layer in range(shape.layers))
+    return vocabulary_parameters(shape) + layers + tower
 
 
 @dataclass(frozen=True)

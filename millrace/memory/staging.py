@@ -20,8 +20,7 @@ def element_bytes(dtype: str) -> int:
 
 def published_bytes(spec: JobSpec, shape: ModelShape) -> float:
     """Bytes of one copy of the weights in the dtype of the engines, with a trained tower."""
-    tower = shape.tower.parameters if spec.trainer.train_tower and shape.tower is not None else 0
-    return element_bytes(spec.rollout.dtype) * (parameters(shape) + tower)
+    return element_bytes(spec.rollout.dtype) * parameters(shape, with_tower=spec.trainer.train_tower)
 
 
 def replica_bytes(spec: JobSpec, shape: ModelShape, copies: int) -> float:

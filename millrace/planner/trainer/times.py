@@ -66,8 +66,7 @@ class Trainer:
 
     @property
     def _parameters(self) -> float:
-        tower = self.shape.tower if self.trains_tower else None
-        return parameters(self.shape) + (0 if tower is None else tower.parameters)
+        return parameters(self.shape, with_tower=self.trains_tower)
 
     @property
     def links(self) -> Links:
