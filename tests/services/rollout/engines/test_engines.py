@@ -35,11 +35,9 @@ from services.rollout.engine import (
     Response,
     Sampling,
     StopReason,
-    VersionSpan,
     joined,
 )
 from services.rollout.engines import create
-from services.rollout.engines.vllm.versions import VersionMarks
 from services.rollout.weights.engine_weights import CommitReport
 from services.rollout.weights.transfer_request import TransferRequest
 from services.rollout.weights.worker_methods import Received
@@ -49,6 +47,7 @@ from tests.models import byte_tokenizer, random_model
 from tests.sender import Sender, export
 from tests.services.rollout.conftest import Run
 from tests.services.rollout.engine_sequences import skip_without
+from tests.services.rollout.engines.marked import marked_and_reported
 from tests.services.rollout.jobs import adapter_job, job_spec
 from tests.services.rollout.parameters import engine_parameters
 from tests.services.rollout.reference import greedy_prompt, logits, logprobs
@@ -516,25 +515,7 @@ def test_versions_that_we_mark_are_those_that_vllm_reports(
     """The way for releases of vLLM that report none, beside one that does."""
     if case.engine.name != "vllm":
         pytest.skip("only vLLM reports versions by itself")
-    engine: Any = case.engine
-    if engine._marks is not None:
-        pytest.skip("this release of vLLM reports none")
-    marks, marked, reported, client = VersionMarks(), [], [], engine._llm.engine_core
-
-    def spans(request_id: str, output: Any, tokens: int) -> Any:
-        reported.append(tuple(VersionSpan(Version(int(s.version)), s.start, s.end) for s in output.weight_versions))
-        marked.append(marks.spans(request_id, tokens))
-        return marked[-1]
-
-    async def label(version: Version, cache_key: str) -> None:
-        await marks.swapped(version)
-        await engine._llm.update_weight_version(str(version))
-
-    monkeypatch.setattr(client, "get_output_async", client.get_output_async)
-    marks.attach(engine._llm)
-    monkeypatch.setattr(engine, "_marks", marks)
-    monkeypatch.setattr(engine, "_spans", spans)
-    monkeypatch.setattr(engine, "_label", label)
+    marked, reported = marked_and_reported(case.engine, monkeypatch)
     _, _, samples = run(_across_a_swap(case, "recompute"))
     assert marked == reported
     assert {s.versions for s in samples} <= set(reported)

@@ -17,10 +17,10 @@ from millrace.contracts.v1 import weights_pb2
 from millrace.ids import Version
 from services.rollout.engine import Completion, EngineDied, Sampling, VersionSpan
 from services.rollout.engines import create
-from services.rollout.engines.vllm.versions import VersionMarks
 from tests.models import byte_tokenizer
 from tests.sender import Sender
 from tests.services.rollout.conftest import Run
+from tests.services.rollout.engines.marked import marked_and_reported
 from tests.services.rollout.engines.test_engines import LONG_PROMPT, Case
 from tests.services.rollout.jobs import ENGINE_OPTIONS, job_spec
 from tests.services.rollout.reference import logprobs
@@ -175,18 +175,7 @@ def test_tokens_have_the_version_that_sampled_them(
 def test_versions_are_marked_as_vllm_reports_them(served: Served, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way for releases of vLLM that report none, beside one that does."""
     engine = served.engine
-    if engine._marks is not None:
-        pytest.skip("this release of vLLM reports none")
-    marks, marked, reported, client = VersionMarks(), [], [], engine._llm.engine_core
-
-    def spans(request_id: str, output: Any, tokens: int) -> Any:
-        reported.append(tuple(VersionSpan(Version(int(s.version)), s.start, s.end) for s in output.weight_versions))
-        marked.append(marks.spans(request_id, tokens))
-        return marked[-1]
-
-    async def label(version: Version, cache_key: str) -> None:
-        await marks.swapped(version)
-        await engine._llm.update_weight_version(str(version))
+    marked, reported = marked_and_reported(engine, monkeypatch)
 
     async def scenario() -> None:
         await served.publish(False)
@@ -196,11 +185,6 @@ def test_versions_are_marked_as_vllm_reports_them(served: Served, run: Run, monk
         await served.publish(True)
         await flying
 
-    monkeypatch.setattr(client, "get_output_async", client.get_output_async)
-    marks.attach(engine._llm)
-    monkeypatch.setattr(engine, "_marks", marks)
-    monkeypatch.setattr(engine, "_spans", spans)
-    monkeypatch.setattr(engine, "_label", label)
     run(scenario())
     assert marked == reported and any(len(versions) == 2 for versions in marked)
 
