@@ -15,7 +15,8 @@ import copy
 import hashlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -135,6 +136,24 @@ def _whole(model: Model, config: Any) -> Any:
     return whole.base_model
 
 
+@dataclass(frozen=True)
+class Part:
+    """A sequence of a micro-batch."""
+
+    first: int
+    """Place of its first token in the micro-batch."""
+    tokens_t: Tensor
+    at_n: Tensor
+    """Places of its images' tokens in it, int64."""
+    grids: list[Tensor]
+    """The patches of each of its images by time, height and width, int64 [1, 3]."""
+
+
+def places(parts: Sequence[Part]) -> Tensor:
+    """Places of the images' tokens in the micro-batch, int64 [N]."""
+    return torch.cat([part.first + part.at_n for part in parts])
+
+
 class Images:
     """Where the images of sequences are, and the positions of all tokens, by the grids of the images' patches. No
     tensor of the tower is read: a pipeline stage without it has these alone."""
@@ -144,14 +163,14 @@ class Images:
         self._whole = _whole(model, config)
         self._grids: OrderedDict[bytes, Tensor] = OrderedDict()
 
-    def positions(self, batch: MicroBatch) -> Tensor:
+    def positions(self, parts: Sequence[Part]) -> Tensor:
         """Positions of the tokens of a micro-batch, int64 [4, P] in host memory: in each sequence, and by time, height
-        and width. Raises InvalidState for a sequence with fewer places than its images need."""
-        return torch.cat([self._positions(tokens_t, at_n, grids) for _, tokens_t, at_n, grids in self._parts(batch)], 1)
+        and width."""
+        return torch.cat([self._positions(part) for part in parts], 1)
 
-    def _parts(self, batch: MicroBatch) -> Iterator[tuple[int, Tensor, Tensor, list[Tensor]]]:
-        """For each sequence its first place in the micro-batch, its tokens, the places of its images' tokens in it, and
-        the grids of its images."""
+    def parts(self, batch: MicroBatch) -> list[Part]:
+        """The sequences of a micro-batch. Raises InvalidState for one with fewer places than its images need."""
+        found = []
         for number, tokens_t in enumerate(batch.tokens_p.split(list(batch.lengths))):
             files = batch.images[number] if number < len(batch.images) else ()
             grids = [self._grid(file) for file in files]
@@ -161,7 +180,8 @@ class Images:
             if len(at_n) < count:
                 what = f"a sequence has {len(at_n)} tokens of images, and its images make {count}."
                 raise InvalidState(what, "use the same processor files on replicas and trainer.")
-            yield int(batch.starts[number]), tokens_t, at_n, grids
+            found.append(Part(int(batch.starts[number]), tokens_t, at_n, grids))
+        return found
 
     def _tokens(self, grid: Tensor) -> int:
         """Tokens of an image with this grid."""
@@ -180,15 +200,15 @@ class Images:
             self._grids.popitem(last=False)
         return patches, grid
 
-    def _positions(self, tokens_t: Tensor, at_n: Tensor, grids: Sequence[Tensor]) -> Tensor:
+    def _positions(self, part: Part) -> Tensor:
         """Positions of a sequence, int64 [4, T]."""
-        text_t = torch.arange(len(tokens_t))
-        if not grids:
+        text_t = torch.arange(len(part.tokens_t))
+        if not part.grids:
             return text_t.expand(4, -1)
-        kinds_t = torch.zeros_like(tokens_t)
-        kinds_t[at_n] = 1
+        kinds_t = torch.zeros_like(part.tokens_t)
+        kinds_t[part.at_n] = 1
         by_axis, _ = self._whole.get_rope_index(
-            tokens_t[None], mm_token_type_ids=kinds_t[None], image_grid_thw=torch.cat(list(grids))
+            part.tokens_t[None], mm_token_type_ids=kinds_t[None], image_grid_thw=torch.cat(part.grids)
         )
         return torch.cat([text_t[None], by_axis[:, 0]])
 
@@ -232,12 +252,8 @@ class TowerInputs(Images, ABC):
         [4, 1, P]. Without positions if no sequence has images. Raises InvalidState for a sequence with fewer places
         than its images need."""
 
-    def _places(self, batch: MicroBatch) -> Tensor:
-        """Places of the tokens of a micro-batch's images, int64 [N]."""
-        return torch.cat([first + at_n for first, _, at_n, _ in self._parts(batch)]).to(self._device)
-
-    def _position_ids(self, batch: MicroBatch) -> dict[str, Tensor]:
-        return {"position_ids": self.positions(batch)[:, None].to(self._device)} if batch.images else {}
+    def _position_ids(self, parts: Sequence[Part]) -> dict[str, Tensor]:
+        return {"position_ids": self.positions(parts)[:, None].to(self._device)}
 
 
 class Tower(TowerInputs):
@@ -275,14 +291,15 @@ class Tower(TowerInputs):
         self.flops += sum(map(self._shape.flops, grid.tolist()))
         return _features_of(self._module, patches.to(self._device, self._dtype), grid.to(self._device))
 
-    def features(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """For a micro-batch with images the places of their tokens, int64 [N], and the features that are put there,
-        [1 + layers, N, H]. Raises InvalidState for a sequence with fewer places than its images need."""
-        features_fnh = torch.cat([self._kept.of(file) for files in batch.images for file in files], 1)
-        return self._places(batch), features_fnh
+    def features(self, batch: MicroBatch) -> Tensor:
+        """The features of a micro-batch with images, [1 + layers, N, H]. The grids of the images are known then."""
+        return torch.cat([self._kept.of(file) for files in batch.images for file in files], 1)
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
-        return {IMAGES: self.features(batch), **self._position_ids(batch)} if batch.images else {}
+        if not batch.images:
+            return {}
+        features_fnh, parts = self.features(batch), self.parts(batch)
+        return {IMAGES: (places(parts).to(self._device), features_fnh), **self._position_ids(parts)}
 
 
 class TrainedTower(TowerInputs):
@@ -304,8 +321,9 @@ class TrainedTower(TowerInputs):
         shown = (*patches.values(),), (*grids.values(),)
         every_patch, every_grid = map(torch.cat, shown if files else self._smallest())
         numbers_n = torch.cat([torch.zeros(0).long(), *numbers]).to(self._device)
-        seen = self._places(batch), numbers_n, every_patch, every_grid.to(self._device)
-        return {PATCHES: seen, **self._position_ids(batch)}
+        parts = self.parts(batch)
+        seen = places(parts).to(self._device), numbers_n, every_patch, every_grid.to(self._device)
+        return {PATCHES: seen, **(self._position_ids(parts) if files else {})}
 
     def _smallest(self) -> tuple[tuple[Tensor], tuple[Tensor]]:
         """Patches and grid of an image of one token."""

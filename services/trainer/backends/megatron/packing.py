@@ -17,7 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from services.trainer.backends.recurrence import Segments
-from services.trainer.backends.tower import Images, Tower
+from services.trainer.backends.tower import Images, Part, Tower, places
 from services.trainer.protocol.microbatch import MicroBatch
 
 
@@ -38,13 +38,17 @@ class SeenBatch:
         assert isinstance(self.images, Tower), "only the first stage has the tower"
         if not self.batch.images:
             return None
-        places_n, features_fnh = self.images.features(self.batch)
-        return places_n, features_fnh[0]
+        features_fnh = self.images.features(self.batch)
+        return places(self._parts).to(self.device), features_fnh[0]
+
+    @cached_property
+    def _parts(self) -> list[Part]:
+        return self.images.parts(self.batch)
 
     @cached_property
     def positions(self) -> Tensor:
         """Positions by time, height and width, int64 [3, 1, P]."""
-        by_axis_3p = self.images.positions(self.batch)[1:]
+        by_axis_3p = self.images.positions(self._parts)[1:]
         return F.pad(by_axis_3p, (0, self.tokens - by_axis_3p.shape[1]))[:, None].to(self.device)
 
 
