@@ -73,10 +73,7 @@ class Rope:
         """For each frequency of a head the axis that it turns by: 0 for time, 1 for height, 2 for width."""
         if not self.interleaved:
             return [axis for axis, count in enumerate(self.sections) for _ in range(count)]
-        found = [0] * sum(self.sections)
-        for axis in (1, 2):
-            found[axis : 3 * self.sections[axis] : 3] = [axis] * len(found[axis : 3 * self.sections[axis] : 3])
-        return found
+        return [n % 3 if n < 3 * self.sections[n % 3] else 0 for n in range(sum(self.sections))]
 
 
 @dataclass(frozen=True)
