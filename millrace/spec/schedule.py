@@ -80,7 +80,7 @@ class Schedule(StrictModel):
     """The partition of the fleet in which the job has to run: its trainer and replicas were started with `--partition`
     (docs/several-jobs.md). null: any whose members can run it."""
     priority: int = Field(0, ge=-1000, le=1000)
-    """Of the jobs in the queue, those with a higher number start sooner. One that runs goes on, but for `preempt`."""
+    """Jobs with a higher number leave the queue sooner. A job that runs goes on, but for `preempt`."""
     preempt: bool = False
     """true: while this job waits for its turn, a job of a lower priority that runs where it could run gives way after
     its step: it saves a checkpoint and goes back to the queue. The coordinator has to allow it by `--preempt-after-s`
@@ -152,7 +152,7 @@ WebhookReason = Literal["succeeded", "failed", "cancelled", "stalled"]
 
 class Webhook(StrictModel):
     url: str = Field(max_length=2048, pattern=r"^(https?://[!-~]+|env:[A-Za-z_][A-Za-z0-9_]*|file:/[^\x00-\x1f]+)$")
-    """Where messages are sent by POST: `https://HOST/PATH`, or the place of a URL that is a secret, on the coordinator:
+    """The URL to which messages are sent by POST: `https://HOST/PATH`, or the place of a secret URL on the coordinator:
     `env:NAME` or `file:/path`. Redirects are not followed. Internal addresses, and http, need
     MILLRACE_WEBHOOK_HOSTS on the coordinator (docs/security.md)."""
     secret: SecretReference | None = Field(None, examples=["env:TEAM_WEBHOOK_KEY"])

@@ -65,7 +65,7 @@ class Rope:
     fraction: float = 1.0
     """Part of the dimensions of a head that get positions: the first ones."""
     sections: tuple[int, ...] = ()
-    """Of a model for images: how many of a head's frequencies turn by the time, the height and the width of a token."""
+    """How many of a head's frequencies turn by the time, the height and the width of a token, in a model for images."""
     interleaved: bool = False
     """Whether these frequencies take turns. Otherwise those of time are the first ones, and those of width the last."""
 

@@ -47,8 +47,8 @@ class Partition:
         return self._fleet.deadlines(self.name)
 
     def on_gone(self, call: Gone, *, handed_over: bool = False) -> None:
-        """As `Fleet.on_gone`, for the members of this partition; with `handed_over` also for those that it handed over
-        and that may still hold leases of its job."""
+        """`call` is called for members of this partition that are gone, see `Fleet.on_gone`; with `handed_over` also
+        for members that it handed over and that may still hold leases of its job."""
 
         async def told(member: Member, why: str) -> None:
             if self.has(member) or (handed_over and member.came_from == self.name):
@@ -57,11 +57,11 @@ class Partition:
         self._fleet.on_gone(told)
 
     def on_last_words(self, call: LastWords) -> None:
-        """As `Fleet.on_last_words`: the dead member is in no partition any more."""
+        """`call` is called for members of all partitions, see `Fleet.on_last_words`: a dead one is in none any more."""
         self._fleet.on_last_words(call)
 
     def on_drain(self, call: Callable[[Member], None]) -> None:
-        """As `Fleet.on_drain`, for the members of this partition."""
+        """`call` is called for members of this partition that drain, see `Fleet.on_drain`."""
         self._fleet.on_drain(lambda member: call(member) if self.has(member) else None)
 
     # Reading, and calling members.
@@ -113,21 +113,21 @@ class Partition:
         return [m for m in self.replicas if m.ready_for(job_id)]
 
     async def call(self, member: Member, method: Unary[Request, Response], request: Request) -> Response:
-        """As `Fleet.call`."""
+        """See `Fleet.call`."""
         return await self._fleet.call(member, method, request)
 
     # What becomes of members.
 
     async def cut(self, member: Member, why: str) -> None:
-        """As `Fleet.cut`."""
+        """See `Fleet.cut`."""
         await self._fleet.cut(member, why)
 
     async def suspect(self, member: Member) -> None:
-        """As `Fleet.suspect`."""
+        """See `Fleet.suspect`."""
         await self._fleet.suspect(member)
 
     async def grow(self) -> None:
-        """As `Fleet.grow`."""
+        """See `Fleet.grow`."""
         await self._fleet.grow()
 
     async def recall(self, job_id: JobId, spec: str) -> None:

@@ -53,9 +53,13 @@ def before(state: JobState) -> list[JobState]:
 def placement(spec: JobSpec) -> dict[str, Any]:
     """The fields of a record by which a job gets its partition and its turn, from its spec."""
     schedule, pools = spec.schedule, ",".join(pool.name for pool in spec.pools)
-    turn = {"wanted_partition": schedule.partition or "", "priority": schedule.priority}
-    turn["share"] = schedule.share
-    return {**turn, "preempt": int(schedule.preempt), "pools": pools}
+    return {
+        "wanted_partition": schedule.partition or "",
+        "priority": schedule.priority,
+        "share": schedule.share,
+        "preempt": int(schedule.preempt),
+        "pools": pools,
+    }
 
 
 def no_such_job(job_id: str) -> NotFound:

@@ -298,7 +298,7 @@ class Queues:
         return next(running, self._queues[DEFAULT_PARTITION])
 
     def place(self, partition: str) -> tuple[JobId, int] | None:
-        """As `Queue.place`."""
+        """The job and the step of a partition, see `Queue.place`; None if there is no such partition."""
         return self._queues[partition].place() if partition in self._queues else None
 
     async def held(self) -> dict[MemberId, int]:

@@ -81,7 +81,7 @@ class Place:
         """When the episode last went on after a wait, on the clock `time.monotonic`."""
         self.waited_s = 0.0
         self.prefix_tokens = self.cached_prefix_tokens = 0
-        """As in `Admission`, of this episode."""
+        """Tokens of this episode, counted as in `Admission`."""
 
 
 class Admission:

@@ -286,7 +286,7 @@ class Tower(TowerInputs):
 
     @torch.no_grad()
     def _features(self, file: bytes) -> Tensor:
-        """As `_features_of`, for one image."""
+        """Features of one image, see `_features_of`."""
         patches, grid = self._pixels(file)
         self.flops += sum(map(self._shape.flops, grid.tolist()))
         return _features_of(self._module, patches.to(self._device, self._dtype), grid.to(self._device))

@@ -129,7 +129,7 @@ class StandbyCopies:
         return any(thread.is_alive() for thread, _ in self._sending)
 
     def _meet(self, version: Version, receivers: int) -> list[weights_pb2.Rendezvous]:
-        """Where each receiver meets this trainer, the same on all ranks. A collective."""
+        """The place at which each receiver meets this trainer, the same on all ranks. A collective."""
         names = trainer_pb2.CopyStateResponse()
         if self._rank == 0:
             if self._store is None:

@@ -33,7 +33,7 @@ class SeenBatch:
     device: torch.device
 
     def features(self) -> tuple[Tensor, Tensor] | None:
-        """For the first stage the places of the images' tokens, int64 [N], and their features, [N, H]; None if there
+        """The places of the images' tokens, int64 [N], and their features, [N, H], on the first stage; None if there
         are no images."""
         assert isinstance(self.images, Tower), "only the first stage has the tower"
         if not self.batch.images:
