@@ -42,6 +42,12 @@ MOST_KEPT = 256 << 20
 FLOAT32 = 4
 
 
+def deepstack_layers(vision: Mapping[str, Any]) -> int:
+    """The number of the first decoder layers to whose outputs a tower of Qwen3-VL adds features, by the config's entry
+    `vision_config`."""
+    return len({**DEFAULTS_OF_NEWER, **vision}["deepstack_visual_indexes"] or ())
+
+
 @dataclass(frozen=True)
 class TowerShape:
     """The sizes of a tower: layers of norms, attention and an MLP, and mergers that make a token of a square of
@@ -76,7 +82,7 @@ class TowerShape:
         kind = str(vision.get("model_type"))
         newer = kind.startswith(NEWER)
         sizes = {**(DEFAULTS_OF_NEWER if newer else DEFAULTS), **vision}
-        mergers = 0 if kind.startswith(NO_FEATURES_OF_LAYERS) else len(sizes.get("deepstack_visual_indexes", ()))
+        mergers = deepstack_layers(vision) if newer and not kind.startswith(NO_FEATURES_OF_LAYERS) else 0
         patch, merge = int(sizes["patch_size"]), int(sizes["spatial_merge_size"])
         stated = (processor.get("size") or {}).get("longest_edge") or processor.get("max_pixels")
         depth = int(sizes["depth"])

@@ -118,10 +118,15 @@ TOWER_3_5 = {name: value for name, value in TOWER_3.items() if name != "deepstac
 
 @torch.no_grad()
 def save_image_model(
-    folder: Path, seed: int = 0, tower_seed: int = 0, kind: str = "qwen2_5_vl", tied: bool = False, layers: int = 2
+    folder: Path,
+    seed: int = 0,
+    tower_seed: int = 0,
+    kind: str = "qwen2_5_vl",
+    tied: bool = False,
+    layers: int | None = None,
 ) -> Path:
     """Random values in all tensors, those of the tower by `tower_seed`; large enough that a token notices those before
-    it and what an image shows. `layers`: of a Qwen2.5-VL's language model."""
+    it and what an image shows. `layers`: of the language model, if that is not Qwen3.5's; None: two or three."""
     with torch.random.fork_rng([]):
         model = built(kind, {**IDS, "tie_word_embeddings": tied}, layers)
         for part, own in ((model.model.visual, tower_seed), (model.model.language_model, seed), (model.lm_head, seed)):
@@ -136,7 +141,7 @@ def save_image_model(
     return folder
 
 
-def built(kind: str, entries: dict[str, Any], layers: int = 2) -> Any:
+def built(kind: str, entries: dict[str, Any], layers: int | None = None) -> Any:
     """The model with the values that transformers gives it. `entries`: of the whole model's config."""
     match kind:
         case "qwen3_5":
@@ -144,8 +149,9 @@ def built(kind: str, entries: dict[str, Any], layers: int = 2) -> Any:
             config: Any = Qwen3_5Config(text_config=text, vision_config=TOWER_3_5, **entries)
             return Qwen3_5ForConditionalGeneration(config)
         case "qwen3_vl":
-            return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=TEXT_3, vision_config=TOWER_3, **entries))
-    text = {**TEXT, "num_hidden_layers": layers}
+            text = {**TEXT_3, "num_hidden_layers": layers or TEXT_3["num_hidden_layers"]}
+            return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=TOWER_3, **entries))
+    text = {**TEXT, "num_hidden_layers": layers or TEXT["num_hidden_layers"]}
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=TOWER, **entries))
 
 

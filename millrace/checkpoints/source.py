@@ -19,8 +19,8 @@ TORCH_DIST = "torch_dist"
 SAFETENSORS = ("model.safetensors.index.json", "model.safetensors")
 FUSED = ".experts."
 """Part of the names of experts, which transformers has in one tensor and a model folder one by one."""
-RENAMED = ("mixtral", "qwen2_5_vl")
-"""Architectures whose modules have other names in transformers than in a model folder."""
+RENAMED = ("mixtral", "qwen2_5_vl", "qwen3_vl")
+"""Architectures whose modules have other names in transformers than in the weight map."""
 
 
 def checkpoint_folder(folder: Path, weights: Path | None) -> Path | None:

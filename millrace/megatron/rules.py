@@ -16,6 +16,7 @@ from millrace.lora import FIELD, AskedAdapter
 from millrace.megatron.adapters import choose_layers, is_of_expert
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.architectures.shape import ModelShape
+from millrace.megatron.topology import Topology
 from millrace.megatron.weights import LOCAL, Layers, unread
 from millrace.spec import JobSpec
 from millrace.spec.lora import Lora
@@ -159,6 +160,21 @@ def _images(o: MegatronOptions, s: ModelShape) -> Iterator[Mistake]:
     if o.context_parallel > 1:
         reason = "images were not shown to be right in parts of a sequence, and data.images is given"
         yield _broken("context_parallel", o.context_parallel, reason, "leave it out")
+    yield from _deepstack(o, s)
+
+
+def _deepstack(o: MegatronOptions, s: ModelShape) -> Iterator[Mistake]:
+    """Only the first stage has the tower, so the layers that add its features have to lie there, in the first chunk."""
+    if o.pipeline_parallel == 1 or any(_pipeline(o, s)):
+        return
+    needed, chunks = min(s.deepstack_layers, s.layers), o.virtual_pipeline
+    layers = len(Topology(o.ranks_multiple, o).layers_of(0, 0, s.layers))
+    if layers < needed:
+        chunk, other = ("", "pipeline_parallel") if chunks == 1 else ("the first chunk of ", "virtual_pipeline")
+        where = f"{chunk}the first pipeline stage"
+        reason = f"{s.architecture} adds features of images after its first {needed} layers, and {where} has {layers}"
+        fix = f"set it to {needed * chunks} or more, or lower {other}"
+        yield _broken("first_stage_layers", o.first_stage_layers, reason, fix)
 
 
 def broken_rules(options: MegatronOptions, shape: ModelShape, world_size: int | None, *, cuda: bool) -> list[Mistake]:

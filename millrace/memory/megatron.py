@@ -170,6 +170,15 @@ class StageMemory:
         others = self.activations()[0] * (1 - 1 / self.options.pipeline_parallel) if backward else 0.0
         return Ledger({Part.ACTIVATIONS: others + seeing_bytes(self.spec, self.tower, self.element)})
 
+    @property
+    def added(self) -> float:
+        """Elements of one token on this rank of what the tower gives to the embedding and the first layers: any token
+        may be one of an image. A tower that gives nothing to layers leaves nothing after the embedding."""
+        layers, o = self.shape.deepstack_layers, self.options
+        if self.tower is None or not layers:
+            return 0.0
+        return (1 + layers) * self.shape.hidden / (o.tensor_parallel if o.splits_sequence else 1)
+
     def all_models(self, policy: Use, critic: Use, *, reference: bool = False) -> Ledger:
         """What is kept for all models while they are used for that; `reference`: whether the reference is used."""
         found = self.kept(policy)
@@ -204,7 +213,8 @@ class StageMemory:
         """Bytes of all layers, and of one layer while it is computed again (0 without recomputation)."""
         o, recompute = self.options, _recompute(self.spec, self.options)
         tokens = self.element * self.tokens / o.context_parallel
-        total = again = 0.0
+        # Layers that are computed again add these features again.
+        total, again = self.added if recompute.granularity == "full" else 0.0, 0.0
         for number, layer in enumerate(self.layers):
             elements = self.layer_elements(kept_elements(self.shape, layer))
             whole, kept = sum(elements.values()), _remaining(elements, recompute, number, self.shape)
@@ -238,7 +248,7 @@ class StageMemory:
         """The peak of a forward pass, with one layer's activations at a time."""
         tokens = self.element * self.tokens / self.options.context_parallel
         layers = [sum(self.layer_elements(kept_elements(self.shape, layer)).values()) for layer in self.layers]
-        passing = {Part.ACTIVATIONS: tokens * max(layers)}
+        passing = {Part.ACTIVATIONS: tokens * (max(layers) + self.added)}
         if self.has_head and not self.shape.value_head:
             passing[Part.LOGITS] = scoring_bytes(self.rows, self.chunk, self.element)
         return Ledger(passing)

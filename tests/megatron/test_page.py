@@ -26,6 +26,7 @@ def test_its_example_is_valid() -> None:
 def test_every_architecture_is_named() -> None:
     names = {"qwen2": "Qwen2", "qwen2_5_vl": "Qwen2.5-VL", "qwen3": "Qwen3", "qwen3_moe": "Qwen3-MoE"}
     names |= {"qwen3_next": "Qwen3-Next", "mixtral": "Mixtral", "deepseek_v3": "DeepSeek-V3"}
+    names |= {"qwen3_vl": "Qwen3-VL"}
     names |= dict.fromkeys(("qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"), "Qwen3.5")
     assert set(names) == set(ARCHITECTURES)
     for name in (*names.values(), "Moonlight"):

@@ -1,5 +1,5 @@
-"""Reads a model's shape from its `config.json`: one file for each architecture, and one line in `ARCHITECTURES`.
-Torch-free."""
+"""Reads a model's shape from its `config.json`: a file for each family, and a line in `ARCHITECTURES` for each model
+type. Torch-free."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -12,9 +12,10 @@ from millrace.megatron.architectures.shape import ExpertShape, ModelShape
 
 ARCHITECTURES = {
     "qwen2": "qwen2",
-    "qwen2_5_vl": "qwen2_5_vl",
+    "qwen2_5_vl": "qwen_vl",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe",
+    "qwen3_vl": "qwen_vl",
     "qwen3_next": "qwen3_next",
     "qwen3_5_text": "qwen3_next",
     "qwen3_5_moe_text": "qwen3_next",

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from millrace.errors import InvalidJob
-from millrace.megatron.architectures import qwen2_5_vl
+from millrace.megatron.architectures import qwen_vl
 from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, ModelShape, Rope
 from millrace.towers import TowerShape
 
@@ -62,6 +62,8 @@ QWEN2_5_VL_MOST_PIXELS = 12845056
 """The most pixels of one image, by the processor's file of Qwen2.5-VL."""
 
 
+QWEN3_VL_SECTIONS = (24, 20, 20)
+"""The same of Qwen3-VL, where these frequencies take turns."""
 QWEN3_VL_MOST_PIXELS = 16777216
 """The most pixels of one image, by the processor's file of Qwen3-VL."""
 QWEN3_VL_SMALL_TOWER: Mapping[str, Any] = {
@@ -77,16 +79,15 @@ def qwen2_5_with_tower(decoder: ModelShape, context: int) -> ModelShape:
     """A Qwen2.5-VL with this language model."""
     tower = TowerShape.of_config(QWEN2_5_VL_TOWER, {"max_pixels": QWEN2_5_VL_MOST_PIXELS})
     rope = replace(decoder.rope, sections=QWEN2_5_VL_SECTIONS)
-    return replace(qwen2_5_vl.of_decoder(decoder), context=context, rope=rope, tower=tower)
+    return replace(qwen_vl.of_qwen2(decoder), context=context, rope=rope, tower=tower)
 
 
 def qwen3_with_tower(decoder: ModelShape, vision: Mapping[str, Any] = MappingProxyType({})) -> ModelShape:
-    """A Qwen3-VL with this language model, which FSDP2 trains. `vision`: entries of its `vision_config`."""
+    """A Qwen3-VL with this language model. `vision`: entries of its `vision_config`."""
     whole = {"model_type": "qwen3_vl", "out_hidden_size": decoder.hidden, **vision}
     tower = TowerShape.of_config(whole, {"size": {"longest_edge": QWEN3_VL_MOST_PIXELS}})
-    names = replace(decoder.names, module="model.language_model.")
-    rope = Rope(theta=5e6)
-    return replace(decoder, architecture="qwen3_vl", context=262144, rope=rope, names=names, tower=tower)
+    rope = Rope(theta=5e6, sections=QWEN3_VL_SECTIONS)
+    return replace(qwen_vl.of_qwen3(replace(decoder, rope=rope), whole), context=262144, tower=tower)
 
 
 PUBLISHED: dict[str, ModelShape] = {

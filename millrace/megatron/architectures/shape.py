@@ -188,6 +188,8 @@ class ModelShape:
     """Whether the output is one value for each token instead of logits: a critic."""
     tower: TowerShape | None = None
     """The tower for images, whose parameters are not among those of the decoder."""
+    deepstack_layers: int = 0
+    """The first layers, to whose outputs features of images are added (DeepStack, arXiv 2406.04334)."""
     names: Names = field(default_factory=Names)
 
     def as_critic(self) -> "ModelShape":

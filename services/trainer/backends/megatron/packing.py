@@ -8,6 +8,7 @@ attention kernels write all of their output.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,13 +34,13 @@ class SeenBatch:
     device: torch.device
 
     def features(self) -> tuple[Tensor, Tensor] | None:
-        """The places of the images' tokens, int64 [N], and their features, [N, H], on the first stage; None if there
-        are no images."""
+        """The places of the images' tokens, int64 [N], and their features, those of embeddings and those of each of the
+        first layers, [1 + layers, N, H]. On the first stage; None if there are no images."""
         assert isinstance(self.images, Tower), "only the first stage has the tower"
         if not self.batch.images:
             return None
         features_fnh = self.images.features(self.batch)
-        return places(self._parts).to(self.device), features_fnh[0]
+        return places(self._parts).to(self.device), features_fnh
 
     @cached_property
     def _parts(self) -> list[Part]:
@@ -61,6 +62,18 @@ class PackedTokens(PackedSeqParams):  # type: ignore[misc]  # megatron has no ty
     engine reported nothing."""
     seen: SeenBatch | None = None
     """In a job with images."""
+    added: tuple[Tensor, Tensor] | None = None
+    """What the first layers add to their outputs: places of tokens on this rank, int64 [N], and for each of these
+    layers features of images, [layers, N, H]."""
+
+    def adding(self, places_n: Tensor, features_lnh: Tensor) -> "PackedTokens":
+        """The same tokens for one pass, in which the first layers add these features. A copy: it lives as long as the
+        pass needs the features, and the original as long as the step."""
+        if not len(features_lnh):
+            return self
+        found = copy(self)
+        found.added = places_n, features_lnh
+        return found
 
     @cached_property
     def segments(self) -> Segments:

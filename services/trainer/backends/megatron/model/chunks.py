@@ -87,7 +87,7 @@ class ChunkPlan:
 
 class AxisPositions(nn.Module):
     """Rotary positions of which each frequency turns by the time, the height or the width of a token. Megatron's own
-    have one order of the frequencies, and Qwen3.5 the other."""
+    have one order of the frequencies, Qwen3-VL and Qwen3.5 the other."""
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
         super().__init__()
@@ -149,36 +149,45 @@ class Policy(GPTModel):  # type: ignore[misc]  # megatron has no types
         if shape.latent is not None:
             self._set_latent_norms(shape.latent.norm_epsilon)
 
-    def _preprocess(
+    def forward(
         self,
-        *,
         input_ids: Tensor,
         position_ids: Tensor | None,
-        decoder_input: Tensor | None = None,
-        packed_seq_params: PackedTokens | None = None,
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedTokens,
         **rest: Any,
-    ) -> Any:
-        if packed_seq_params is not None and (seen := packed_seq_params.seen) is not None:
+    ) -> Tensor:
+        """What `_postprocess` gives, or on other stages the hidden states [P, 1, H], for the tokens [1, P] of a
+        micro-batch. In a job with images the first stage has the features of its images, and every stage positions by
+        time, height and width."""
+        embedded_p1h = None
+        if (seen := packed_seq_params.seen) is not None:
             # The features come first: the tower notes the grids of images, of which the positions are made.
             if self.pre_process and (shown := seen.features()) is not None:
-                embedded = self.embedding(input_ids=input_ids, position_ids=None)
-                decoder_input = self._with_images(embedded, *shown)
+                embedded_p1h = self.embedding(input_ids=input_ids, position_ids=None)
+                places_n, features_fnh = self._of_this_rank(*shown, tokens=len(embedded_p1h))
+                put_nh = features_fnh[0].to(embedded_p1h.dtype)
+                embedded_p1h = embedded_p1h.index_copy(0, places_n, put_nh[:, None])
+                packed_seq_params = packed_seq_params.adding(places_n, features_fnh[1:])
             position_ids = seen.positions
-        return super()._preprocess(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            decoder_input=decoder_input,
+        hidden: Tensor = super().forward(
+            input_ids,
+            position_ids,
+            attention_mask,
+            decoder_input=embedded_p1h,
             packed_seq_params=packed_seq_params,
             **rest,
         )
+        return hidden
 
-    def _with_images(self, embedded_p1h: Tensor, places_n: Tensor, features_nh: Tensor) -> Tensor:
-        """The embeddings of this rank's tokens, with the features of images in their places."""
-        if self.config.sequence_parallel:
-            first = embedded_p1h.shape[0] * parallel_state.get_tensor_model_parallel_rank()
-            mine_n = (places_n >= first) & (places_n < first + embedded_p1h.shape[0])
-            places_n, features_nh = places_n[mine_n] - first, features_nh[mine_n]
-        return embedded_p1h.index_copy(0, places_n, features_nh[:, None].to(embedded_p1h.dtype))
+    def _of_this_rank(self, places_n: Tensor, features_fnh: Tensor, *, tokens: int) -> tuple[Tensor, Tensor]:
+        """The places and the features of the images' tokens that this rank has: all, or those among its `tokens`."""
+        if not self.config.sequence_parallel:
+            return places_n, features_fnh
+        first = tokens * parallel_state.get_tensor_model_parallel_rank()
+        mine_n = (places_n >= first) & (places_n < first + tokens)
+        return places_n[mine_n] - first, features_fnh[:, mine_n]
 
     def _postprocess(self, *, hidden_states: Tensor, labels: WantedTokens | None = None, **rest: Any) -> Tensor:
         if labels is None or not self.post_process:

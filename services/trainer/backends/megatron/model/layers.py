@@ -28,6 +28,7 @@ from torch import Tensor
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.weights import LOCAL, TRANSFORMER_ENGINE, Layers
 from services.trainer.backends.megatron.model.recurrence import gated_delta
+from services.trainer.backends.megatron.packing import PackedTokens
 
 NORM_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -48,14 +49,17 @@ def block(config: TransformerConfig, shape: ModelShape, mine: range, chunk: int 
         for spec in built.layer_specs:
             if spec.submodules.self_attention.module is MLASelfAttention:
                 spec.submodules.self_attention.module = LatentAttention
-        built.layer_specs = [_mixer(shape, layer, spec) for layer, spec in zip(mine, built.layer_specs, strict=True)]
+        built.layer_specs = [_of_model(shape, layer, spec) for layer, spec in zip(mine, built.layer_specs, strict=True)]
         return built
-    specs = [_mixer(shape, layer, _layer(shape, experts=shape.has_experts(layer))) for layer in mine]
+    specs = [_of_model(shape, layer, _layer(shape, experts=shape.has_experts(layer))) for layer in mine]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
 
 
-def _mixer(shape: ModelShape, layer: int, spec: ModuleSpec) -> ModuleSpec:
-    """The layer's specification with a recurrence in the place of attention, if the model has one there."""
+def _of_model(shape: ModelShape, layer: int, spec: ModuleSpec) -> ModuleSpec:
+    """The layer's specification as the model has it: with a recurrence in the place of attention, or with features of
+    images added to its output."""
+    if layer < shape.deepstack_layers:
+        spec = replace(spec, module=DeepstackLayer)
     if shape.recurrence is None or not shape.has_recurrence(layer):
         return spec
     linears: tuple[Any, Any] = (ColumnParallelLinear, RowParallelLinear)
@@ -122,6 +126,20 @@ def _latent_attention() -> ModuleSpec:
         kv_layernorm=Norm,
     )
     return ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
+
+
+class DeepstackLayer(TransformerLayer):  # type: ignore[misc]  # megatron has no types
+    """A layer that adds features of images to its output (DeepStack, arXiv 2406.04334)."""
+
+    def forward(self, *inputs: Any, packed_seq_params: PackedTokens, **named: Any) -> tuple[Tensor, Any]:
+        """The hidden states after the layer, [P, 1, H], and what the layer gives beside them. A layer that is computed
+        again adds the features again, to the output that it computes again."""
+        hidden_p1h, context = super().forward(*inputs, packed_seq_params=packed_seq_params, **named)
+        if packed_seq_params.added is not None:
+            places_n, features_lnh = packed_seq_params.added
+            features_nh = features_lnh[self.layer_number - 1]
+            hidden_p1h = hidden_p1h.index_add(0, places_n, features_nh[:, None].to(hidden_p1h.dtype))
+        return hidden_p1h, context
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron has no types

@@ -16,8 +16,8 @@ from tests.services.trainer.coordinator import coordinator
 from tests.services.trainer.process import TwoRanks, trainer
 
 KINDS = ("qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "moonlight", "qwen2_5_vl")
-EVERY = (*KINDS, *RECURRENT)
-"""With the models of GatedDeltaNet layers."""
+EVERY = (*KINDS, "qwen3_vl", *RECURRENT)
+"""With those that test_vllm.py here has not: their tests in vLLM are of its engine."""
 
 
 @pytest.fixture(scope="session")

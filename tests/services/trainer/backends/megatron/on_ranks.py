@@ -86,7 +86,8 @@ def _passed(world: World, file: Path, case: Case) -> dict[str, Any]:
 def images(world: World, folder: Path, cases: dict[str, Case]) -> dict[str, Any]:
     """Each case: the log-probabilities of sequences with images, by row, of policy and reference, and a file of the
     gradients. With `lora` three updates come before, from the adapter in NAME/start to the one in NAME/saved, and the
-    file has the merged weights. And of each rank the bytes of its weights and the FLOPs of its tower."""
+    file has the merged weights. Of each rank the bytes of its weights and the FLOPs of its tower. And the reference's
+    log-probabilities if layers add no features."""
     return {name: _seen(world, folder / f"{name}.safetensors", case) for name, case in cases.items()}
 
 
@@ -118,8 +119,11 @@ def _seen(world: World, file: Path, case: Case) -> dict[str, Any]:
     held = {"weights": measured(backend).device[Part.WEIGHTS], "flops": backend.tower_flops}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, held)
-    found = {"logprobs": _by_row(backend, batches, logprobs), "reference": _by_row(backend, batches, reference)}
-    return {**found, "held": everyone}
+    if (tower := backend._tower) is not None:
+        tower.features = lambda batch, whole=tower.features: whole(batch)[:1]
+    without = backend.logprobs(batches, temperature=1.0, reference=True)
+    found = {"logprobs": logprobs, "reference": reference, "without": without}
+    return {**{name: _by_row(backend, batches, each) for name, each in found.items()}, "held": everyone}
 
 
 def image_job(case: Case) -> JobSpec:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,7 +21,7 @@ from millrace.memory.ledger import Part, fullest
 from millrace.memory.megatron import StageMemory, Use
 from millrace.memory.shape import decoder_shape
 from millrace.towers import MOST_KEPT
-from tests.image_models import opened_model, save_image_model, trained_part
+from tests.image_models import KINDS, opened_model, save_image_model, trained_part
 from tests.services.trainer.backends.fsdp2.test_images import CLOSE, alone, drawn, with_saved_adapter
 from tests.services.trainer.backends.megatron.launch import launch, once
 from tests.services.trainer.backends.megatron.on_ranks import image_job
@@ -29,17 +30,23 @@ pytestmark = pytest.mark.timeout(400)
 LORA = {"rank": 4, "alpha": 8}
 DEEP = "qwen2_5_vl, tied"
 """Kind of a model with four layers."""
+SEEING, LONG = "qwen3_vl", "qwen3_vl, long"
+"""Kinds of models of which the first two layers add features of images: of three layers, and of eight."""
+FIRST = {"pipeline_parallel": 2, "first_stage_layers": 2}
 FULL = {"recompute": {"granularity": "full"}}
 CASES: dict[str, dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]]] = {
     "2": {
         "TP2": ("qwen2_5_vl", {"tensor_parallel": 2}, None),
         "PP2": ("qwen3_5", {"pipeline_parallel": 2, "first_stage_layers": 1, **FULL}, None),
+        "TP2 deepstack": (SEEING, {"tensor_parallel": 2, **FULL}, None),
     },
     "1, the rest": {
         "alone": ("qwen2_5_vl", FULL, None),
         "GDN": ("qwen3_5", {}, None),
         "LoRA": ("qwen2_5_vl", FULL, LORA),
         "LoRA, GDN": ("qwen3_5", {}, LORA),
+        "deepstack": (SEEING, {}, None),
+        "LoRA, deepstack": (SEEING, FULL, LORA),
     },
     "2, the rest": {
         "TP2 without sequence parallelism": ("qwen2_5_vl", {"tensor_parallel": 2, "sequence_parallel": False}, None),
@@ -49,8 +56,21 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]]] =
         "DP2, GDN": ("qwen3_5", {"distributed_optimizer": False}, None),
         "LoRA TP2": ("qwen2_5_vl", {"tensor_parallel": 2}, LORA),
         "LoRA PP2": ("qwen2_5_vl", {"pipeline_parallel": 2, **FULL}, LORA),
+        "TP2 deepstack without sequence parallelism": (
+            SEEING,
+            {"tensor_parallel": 2, "sequence_parallel": False},
+            None,
+        ),
+        "PP2 deepstack": (SEEING, {**FIRST, **FULL}, None),
+        "VPP2 deepstack tied": (LONG, {"pipeline_parallel": 2, "virtual_pipeline": 2}, None),
+        "DP2, deepstack": (SEEING, {"distributed_optimizer": False}, None),
+        "LoRA TP2 deepstack": (SEEING, {"tensor_parallel": 2}, LORA),
+        "LoRA PP2 deepstack": (SEEING, {**FIRST, **FULL}, LORA),
     },
-    "4": {"TP2 PP2": ("qwen2_5_vl", {"tensor_parallel": 2, "pipeline_parallel": 2}, None)},
+    "4": {
+        "TP2 PP2": ("qwen2_5_vl", {"tensor_parallel": 2, "pipeline_parallel": 2}, None),
+        "TP2 PP2 deepstack": (SEEING, {"tensor_parallel": 2, **FIRST}, None),
+    },
 }
 """Launch, which begins with its number of ranks → case → kind of model, options, adapter. A distributed optimizer would
 keep each gradient on one data-parallel rank."""
@@ -67,8 +87,9 @@ ON_RANKS = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = tmp_path_factory.mktemp("images")
-    kinds = {kind: save_image_model(made / kind, kind=kind) for kind in ("qwen2_5_vl", "qwen3_5")}
-    return {**kinds, DEEP: save_image_model(made / "deep", tied=True, layers=4)}
+    kinds = {kind: save_image_model(made / kind, kind=kind) for kind in KINDS}
+    long = save_image_model(made / "long", kind=SEEING, tied=True, layers=8)
+    return {**kinds, DEEP: save_image_model(made / "deep", tied=True, layers=4), LONG: long}
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +115,12 @@ def ranks(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 def test_packed_is_what_each_is_alone(
     group: str, name: str, ranks: Any, expected: Any, folders: dict[str, Path]
 ) -> None:
+    """Without what layers add the first tokens after images differ, by 0.1 nats and more."""
     (answers, folder), (kind, _, lora) = ranks(group), CASES[group][name]
     logprobs, gradients = expected(kind)
     assert answers[name]["reference"] == pytest.approx(torch.cat(logprobs).tolist(), abs=CLOSE)
+    without = np.abs(np.subtract(answers[name]["without"], answers[name]["reference"])).max()
+    assert without > 1000 * CLOSE if kind in (SEEING, LONG) else without == 0
     if lora is not None:
         check_adapter(answers[name], folder / name, folders[kind])
         return
@@ -170,6 +194,49 @@ def test_what_an_image_needs_in_the_tower_is_predicted(folders: dict[str, Path])
     passing = [fullest(list(moments)).device[Part.ACTIVATIONS] for moments in (first.scoring(), first.update())]
     assert passing == [MOST_KEPT + working, MOST_KEPT + working + first.activations()[0] / 2]
     assert all(moment.device.get(Part.ACTIVATIONS, 0.0) < working for moment in (*last.scoring(), *last.update()))
+
+
+def test_features_of_the_first_layers_are_predicted(folders: dict[str, Path]) -> None:
+    """On the first of two stages, in both micro-batches that it has at a time. A job of text has none."""
+    options, shape = {"tensor_parallel": 2, **FIRST, **FULL}, decoder_shape(folders[SEEING])
+    spec = image_job({"model": str(folders[SEEING]), "options": options})
+    stages = [StageMemory(spec, Topology(4, parse(options)), shape, stage, 512) for stage in (0, 1)]
+    of_text = [replace(stage, shape=replace(shape, deepstack_layers=0)) for stage in stages]
+    whole, split = 3 * shape.hidden * 512 * 4, 2
+    kept = [stage.activations()[0] - text.activations()[0] for stage, text in zip(stages, of_text, strict=True)]
+    assert kept == [2 * whole / split, 0.0]
+    passing = [
+        stage.forward().device[Part.ACTIVATIONS] - text.forward().device[Part.ACTIVATIONS]
+        for stage, text in zip(stages, of_text, strict=True)
+    ]
+    assert passing == [whole / split, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        ({"pipeline_parallel": 2, "first_stage_layers": 1}, "set it to 2 or more, or lower pipeline_parallel"),
+        ({"pipeline_parallel": 8}, "set it to 2 or more, or lower pipeline_parallel"),
+        ({"pipeline_parallel": 4, "virtual_pipeline": 2}, "set it to 4 or more, or lower virtual_pipeline"),
+        ({"pipeline_parallel": 2, "virtual_pipeline": 2}, None),
+        ({"pipeline_parallel": 3}, "set first_stage_layers and last_stage_layers"),
+        ({"tensor_parallel": 2}, None),
+    ],
+)
+def test_layers_that_add_features_lie_on_the_first_stage(
+    options: dict[str, Any], fix: str | None, folders: dict[str, Path]
+) -> None:
+    """Eight layers, of which the first two add some. Text alone may be divided in any way."""
+    shape = read_shape(folders[LONG])
+    if fix is None:
+        check(parse(options), shape, None, cuda=True, images=True)
+        return
+    with pytest.raises(InvalidJob, match=f"Fix: {fix}") as refused:
+        check(parse(options), shape, None, cuda=True, images=True)
+    assert len(refused.value.mistakes) == 1
+    if options != {"pipeline_parallel": 3}:
+        assert "first_stage_layers" in refused.value.what
+        check(parse(options), shape, None, cuda=True)
 
 
 def test_what_is_refused(folders: dict[str, Path]) -> None:

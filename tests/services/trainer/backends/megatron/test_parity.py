@@ -16,7 +16,7 @@ from tests.services.trainer.backends.megatron.conftest import BALANCE, EVERY, FO
 from tests.services.trainer.backends.megatron.plain import Run
 
 FSDP2 = {f"fsdp2 {kind}": (kind, {}) for kind in ("qwen3", "qwen3_moe")}
-DENSE = ("qwen2", "qwen3", "qwen2_5_vl", "qwen3_5_text", "qwen3_5")
+DENSE = ("qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5_text", "qwen3_5")
 """Models without experts."""
 CASES = {1: {**ONE, **FSDP2, "balanced": OTHERWISE["balanced"]}, 2: TWO, 4: FOUR}
 ALL = [(count, name) for count, cases in CASES.items() for name in cases]

@@ -112,6 +112,14 @@ def _untrained(kind: str, grouped: dict[str, Any], latent: dict[str, Any]) -> Pr
             text = {**grouped, "rope_parameters": axes}
             config = Qwen2_5_VLConfig(text_config=text, vision_config={**vision, "fullatt_block_indexes": [0]})
             return Qwen2_5_VLForConditionalGeneration(config)
+        case "qwen3_vl":
+            from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+            axes = {**PLAIN, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+            vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+            vision |= {"out_hidden_size": grouped["hidden_size"], "deepstack_visual_indexes": [0]}
+            text = {**grouped, "head_dim": 32, "rope_parameters": axes}
+            return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision))
     raise ValueError(kind)
 
 
