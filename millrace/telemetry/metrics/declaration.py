@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 
 
 class Owner(StrEnum):
@@ -92,9 +92,9 @@ PLACEHOLDERS = {
 class StepMetric:
     """One step metric, or a family of them whose keys differ in their placeholders, such as `{engine}`."""
 
+    owner: Owner
     key: str
     unit: Unit
-    owner: Owner
     meaning: str
     """One sentence in Markdown."""
     user_defined: bool = False
@@ -115,3 +115,9 @@ class StepMetric:
         parts = re.split(r"\{(\w+)\}", self.key)  # text, placeholder, text, placeholder, ..., text
         patterns = [f"({PLACEHOLDERS[part].pattern})" if at % 2 else re.escape(part) for at, part in enumerate(parts)]
         return re.compile("".join(patterns))
+
+
+by_coordinator = partial(StepMetric, Owner.COORDINATOR)
+by_replica = partial(StepMetric, Owner.REPLICA)
+by_trainer = partial(StepMetric, Owner.TRAINER)
+"""Each declares a step metric that the named service measures."""

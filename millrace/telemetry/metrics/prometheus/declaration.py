@@ -32,7 +32,7 @@ class PrometheusMetric(Generic[Kind]):
     unit: Unit
     meaning: str
     """One sentence; Prometheus shows it as the metric's help."""
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...]
     buckets: tuple[float, ...] = field(default=(), repr=False)
 
     def on(self, registry: CollectorRegistry) -> Kind:
@@ -45,3 +45,17 @@ class PrometheusMetric(Generic[Kind]):
 
 
 _created: MutableMapping[CollectorRegistry, dict[str, Counter | Gauge | Histogram]] = WeakKeyDictionary()
+
+
+def counter(name: str, unit: Unit, meaning: str, *labels: str) -> PrometheusMetric[Counter]:
+    return PrometheusMetric(Counter, name, unit, meaning, labels)
+
+
+def gauge(name: str, unit: Unit, meaning: str, *labels: str) -> PrometheusMetric[Gauge]:
+    return PrometheusMetric(Gauge, name, unit, meaning, labels)
+
+
+def histogram(
+    name: str, unit: Unit, meaning: str, buckets: tuple[float, ...], *labels: str
+) -> PrometheusMetric[Histogram]:
+    return PrometheusMetric(Histogram, name, unit, meaning, labels, buckets)

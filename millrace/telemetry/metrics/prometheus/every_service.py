@@ -3,43 +3,34 @@
 import platform
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 import millrace
 from millrace.telemetry.metrics.declaration import Owner, Unit
-from millrace.telemetry.metrics.prometheus.declaration import CALLS_S, PrometheusMetric
+from millrace.telemetry.metrics.prometheus.declaration import CALLS_S, counter, gauge, histogram
 
-BUILD_INFO = PrometheusMetric(
-    Gauge,
+BUILD_INFO = gauge(
     "millrace_build_info",
     Unit.COUNT,
     "Always 1; its labels name the service, its release of millrace and of Python.",
-    ("service", "release", "python"),
+    "service",
+    "release",
+    "python",
 )
-GRPC_S = PrometheusMetric(
-    Histogram,
+GRPC_S = histogram(
     "millrace_grpc_seconds",
     Unit.SECONDS,
     "Duration of gRPC calls that this service answered, by method and status code.",
-    ("method", "code"),
     CALLS_S,
+    "method",
+    "code",
 )
-PROCESS_CPU_S = PrometheusMetric(
-    Counter, "process_cpu_seconds_total", Unit.SECONDS, "Time that this process spent on CPUs."
-)
-PROCESS_START_S = PrometheusMetric(
-    Gauge, "process_start_time_seconds", Unit.SECONDS, "Unix time at which this process started."
-)
-PROCESS_RESIDENT = PrometheusMetric(
-    Gauge, "process_resident_memory_bytes", Unit.BYTES, "Memory of the host that this process occupies."
-)
-PROCESS_VIRTUAL = PrometheusMetric(
-    Gauge, "process_virtual_memory_bytes", Unit.BYTES, "Size of this process's address space."
-)
-PROCESS_FILES = PrometheusMetric(Gauge, "process_open_fds", Unit.COUNT, "File descriptors that this process has open.")
-PROCESS_MOST_FILES = PrometheusMetric(
-    Gauge, "process_max_fds", Unit.COUNT, "File descriptors that this process may have open."
-)
+PROCESS_CPU_S = counter("process_cpu_seconds_total", Unit.SECONDS, "Time that this process spent on CPUs.")
+PROCESS_START_S = gauge("process_start_time_seconds", Unit.SECONDS, "Unix time at which this process started.")
+PROCESS_RESIDENT = gauge("process_resident_memory_bytes", Unit.BYTES, "Memory of the host that this process occupies.")
+PROCESS_VIRTUAL = gauge("process_virtual_memory_bytes", Unit.BYTES, "Size of this process's address space.")
+PROCESS_FILES = gauge("process_open_fds", Unit.COUNT, "File descriptors that this process has open.")
+PROCESS_MOST_FILES = gauge("process_max_fds", Unit.COUNT, "File descriptors that this process may have open.")
 
 
 def describe_process(registry: CollectorRegistry, service: Owner) -> None:

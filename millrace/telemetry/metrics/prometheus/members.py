@@ -6,68 +6,55 @@ reports the GPUs that it may use on its own host, the trainer the GPU of each ra
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
 from millrace.contracts.v1 import weights_pb2
 from millrace.telemetry.metrics.declaration import Unit
-from millrace.telemetry.metrics.prometheus.declaration import PUBLICATION_BUCKETS_S, PrometheusMetric
+from millrace.telemetry.metrics.prometheus.declaration import PUBLICATION_BUCKETS_S, counter, gauge, histogram
 from millrace.telemetry.usage import GpuReading
 
-MEMBER_INFO = PrometheusMetric(
-    Gauge,
+MEMBER_INFO = gauge(
     "millrace_member_info",
     Unit.COUNT,
     "Always 1; its labels name the member, its engine or torch, and the job that it works on.",
-    ("member", "engine", "engine_release", "job_id"),
+    "member",
+    "engine",
+    "engine_release",
+    "job_id",
 )
-MEMBER_VERSION = PrometheusMetric(
-    Gauge,
-    "millrace_member_version",
-    Unit.VERSIONS,
-    "Version of the weights that the member holds; -1 if it holds none.",
+MEMBER_VERSION = gauge(
+    "millrace_member_version", Unit.VERSIONS, "Version of the weights that the member holds; -1 if it holds none."
 )
-MEMBER_TOKENS = PrometheusMetric(
-    Counter,
+MEMBER_TOKENS = counter(
     "millrace_member_tokens_total",
     Unit.TOKENS,
     "Response tokens that the replica generated, or that the trainer trained.",
 )
-MEMBER_PUBLICATION_S = PrometheusMetric(
-    Histogram,
+MEMBER_PUBLICATION_S = histogram(
     "millrace_member_publication_seconds",
     Unit.SECONDS,
     "Time of this member in a publication by phase: prepare, gather, wire, verify, apply, and the pause of generation.",
-    ("phase",),
     PUBLICATION_BUCKETS_S,
+    "phase",
 )
-MEMBER_PUBLICATION_BYTES = PrometheusMetric(
-    Counter,
+MEMBER_PUBLICATION_BYTES = counter(
     "millrace_member_publication_bytes_total",
     Unit.BYTES,
     "Bytes of weights that this member sent or received in publications.",
 )
 GPU_LABELS = ("gpu", "host")
-GPU_BUSY = PrometheusMetric(
-    Gauge,
+GPU_BUSY = gauge(
     "millrace_gpu_busy_ratio",
     Unit.SHARE,
     "Part of the last moment, up to a second, in which the GPU ran a kernel.",
-    GPU_LABELS,
+    *GPU_LABELS,
 )
-GPU_MEMORY_USED = PrometheusMetric(
-    Gauge,
-    "millrace_gpu_memory_used_bytes",
-    Unit.BYTES,
-    "Memory of the GPU that all processes together use.",
-    GPU_LABELS,
+GPU_MEMORY_USED = gauge(
+    "millrace_gpu_memory_used_bytes", Unit.BYTES, "Memory of the GPU that all processes together use.", *GPU_LABELS
 )
-GPU_MEMORY_SIZE = PrometheusMetric(
-    Gauge, "millrace_gpu_memory_size_bytes", Unit.BYTES, "Memory of the GPU.", GPU_LABELS
-)
-GPU_POWER = PrometheusMetric(Gauge, "millrace_gpu_power_watts", Unit.WATTS, "Power that the GPU draws.", GPU_LABELS)
-GPU_TEMPERATURE = PrometheusMetric(
-    Gauge, "millrace_gpu_temperature_celsius", Unit.CELSIUS, "Temperature of the GPU.", GPU_LABELS
-)
+GPU_MEMORY_SIZE = gauge("millrace_gpu_memory_size_bytes", Unit.BYTES, "Memory of the GPU.", *GPU_LABELS)
+GPU_POWER = gauge("millrace_gpu_power_watts", Unit.WATTS, "Power that the GPU draws.", *GPU_LABELS)
+GPU_TEMPERATURE = gauge("millrace_gpu_temperature_celsius", Unit.CELSIUS, "Temperature of the GPU.", *GPU_LABELS)
 SENDER_PHASES = ("prepare", "gather", "wire", "verify")
 RECEIVER_PHASES = ("prepare", "wire", "verify", "apply", "pause")
 

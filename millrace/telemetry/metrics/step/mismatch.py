@@ -4,9 +4,7 @@ w = π_train/π_rollout is the ratio of a token's probabilities by trainer and e
 the meaning says otherwise.
 """
 
-from millrace.telemetry.metrics.declaration import Owner, StepMetric, Unit
-
-TRAINER = Owner.TRAINER
+from millrace.telemetry.metrics.declaration import StepMetric, Unit, by_trainer
 
 K3_KL = "rollout_corr/k3_kl"
 K3_KL_SAME_VERSION = f"{K3_KL}/same_version"
@@ -18,10 +16,10 @@ def _parts_of(key: str, unit: Unit, meaning: str) -> tuple[StepMetric, ...]:
     same = "over tokens that were sampled with exactly the weights that the trainer compares with"
     one = "over what one engine generated, if the batch is from several engines"
     return (
-        StepMetric(key, unit, TRAINER, f"{meaning}."),
-        StepMetric(f"{key}/same_version", unit, TRAINER, f"The same {same}."),
-        StepMetric(f"{key}/{{engine}}", unit, TRAINER, f"The same {one}."),
-        StepMetric(f"{key}/same_version/{{engine}}", unit, TRAINER, f"The same {same}, and {one}."),
+        by_trainer(key, unit, f"{meaning}."),
+        by_trainer(f"{key}/same_version", unit, f"The same {same}."),
+        by_trainer(f"{key}/{{engine}}", unit, f"The same {one}."),
+        by_trainer(f"{key}/same_version/{{engine}}", unit, f"The same {same}, and {one}."),
     )
 
 
@@ -34,103 +32,75 @@ MISMATCH_SUMMARY = (
 
 MISMATCH = (
     *MISMATCH_SUMMARY,
-    StepMetric("training/rollout_probs_diff_max", Unit.PROBABILITY, TRAINER, "Largest |π_train − π_rollout|."),
-    StepMetric(
-        "training/rollout_probs_diff_std",
-        Unit.PROBABILITY,
-        TRAINER,
-        "Standard deviation of |π_train − π_rollout|.",
-    ),
-    StepMetric("training/rollout_logprobs_diff_max", Unit.NATS, TRAINER, "Largest |log w|."),
-    StepMetric("rollout_corr/chi2_token", Unit.RATIO, TRAINER, "Mean of w² − 1; 0 for equal policies."),
-    StepMetric(
-        "rollout_corr/chi2_seq", Unit.RATIO, TRAINER, "Mean over responses of (Π w)² − 1; 0 for equal policies."
-    ),
-    StepMetric("rollout_corr/training_ppl", Unit.PERPLEXITY, TRAINER, "Mean perplexity of a response, by the trainer."),
-    StepMetric(
-        "rollout_corr/training_log_ppl", Unit.NATS, TRAINER, "Mean log-perplexity of a response, by the trainer."
-    ),
-    StepMetric("rollout_corr/rollout_ppl", Unit.PERPLEXITY, TRAINER, "Mean perplexity of a response, by the engine."),
-    StepMetric("rollout_corr/rollout_log_ppl", Unit.NATS, TRAINER, "Mean log-perplexity of a response, by the engine."),
-    StepMetric(
-        "rollout_corr/log_ppl_diff", Unit.NATS, TRAINER, "Log-perplexity by the trainer less that by the engine: mean."
-    ),
-    StepMetric("rollout_corr/log_ppl_abs_diff", Unit.NATS, TRAINER, "Mean of the absolute difference."),
-    StepMetric("rollout_corr/log_ppl_diff_max", Unit.NATS, TRAINER, "Largest difference."),
-    StepMetric("rollout_corr/log_ppl_diff_min", Unit.NATS, TRAINER, "Smallest difference."),
-    StepMetric(
-        "rollout_corr/ppl_ratio", Unit.RATIO, TRAINER, "Mean of perplexity by the trainer over that by the engine."
-    ),
-    StepMetric("rollout_corr/rollout_is_mean", Unit.RATIO, TRAINER, "Mean of the correction's weights over tokens."),
-    StepMetric("rollout_corr/rollout_is_std", Unit.RATIO, TRAINER, "Standard deviation of the weights; 0 if equal."),
-    StepMetric(
+    by_trainer("training/rollout_probs_diff_max", Unit.PROBABILITY, "Largest |π_train − π_rollout|."),
+    by_trainer("training/rollout_probs_diff_std", Unit.PROBABILITY, "Standard deviation of |π_train − π_rollout|."),
+    by_trainer("training/rollout_logprobs_diff_max", Unit.NATS, "Largest |log w|."),
+    by_trainer("rollout_corr/chi2_token", Unit.RATIO, "Mean of w² − 1; 0 for equal policies."),
+    by_trainer("rollout_corr/chi2_seq", Unit.RATIO, "Mean over responses of (Π w)² − 1; 0 for equal policies."),
+    by_trainer("rollout_corr/training_ppl", Unit.PERPLEXITY, "Mean perplexity of a response, by the trainer."),
+    by_trainer("rollout_corr/training_log_ppl", Unit.NATS, "Mean log-perplexity of a response, by the trainer."),
+    by_trainer("rollout_corr/rollout_ppl", Unit.PERPLEXITY, "Mean perplexity of a response, by the engine."),
+    by_trainer("rollout_corr/rollout_log_ppl", Unit.NATS, "Mean log-perplexity of a response, by the engine."),
+    by_trainer("rollout_corr/log_ppl_diff", Unit.NATS, "Log-perplexity by the trainer less that by the engine: mean."),
+    by_trainer("rollout_corr/log_ppl_abs_diff", Unit.NATS, "Mean of the absolute difference."),
+    by_trainer("rollout_corr/log_ppl_diff_max", Unit.NATS, "Largest difference."),
+    by_trainer("rollout_corr/log_ppl_diff_min", Unit.NATS, "Smallest difference."),
+    by_trainer("rollout_corr/ppl_ratio", Unit.RATIO, "Mean of perplexity by the trainer over that by the engine."),
+    by_trainer("rollout_corr/rollout_is_mean", Unit.RATIO, "Mean of the correction's weights over tokens."),
+    by_trainer("rollout_corr/rollout_is_std", Unit.RATIO, "Standard deviation of the weights; 0 if equal."),
+    by_trainer(
         "rollout_corr/rollout_is_max",
         Unit.RATIO,
-        TRAINER,
         "Largest weight of a token. For weights by response: the largest ratio of a response, before it is truncated.",
     ),
-    StepMetric(
+    by_trainer(
         "rollout_corr/rollout_is_min",
         Unit.RATIO,
-        TRAINER,
         "Smallest weight of a token. For weights by response: the smallest ratio of a response.",
     ),
-    StepMetric(
+    by_trainer(
         "rollout_corr/rollout_is_eff_sample_size",
         Unit.SHARE,
-        TRAINER,
         "Effective sample size over the number of tokens: (mean weight)² / mean of the squared weights.",
     ),
-    StepMetric("rollout_corr/rollout_is_seq_mean", Unit.RATIO, TRAINER, "Mean of the responses' mean weights."),
-    StepMetric("rollout_corr/rollout_is_seq_max", Unit.RATIO, TRAINER, "Largest mean weight of a response."),
-    StepMetric("rollout_corr/rollout_is_seq_min", Unit.RATIO, TRAINER, "Smallest mean weight of a response."),
-    StepMetric(
+    by_trainer("rollout_corr/rollout_is_seq_mean", Unit.RATIO, "Mean of the responses' mean weights."),
+    by_trainer("rollout_corr/rollout_is_seq_max", Unit.RATIO, "Largest mean weight of a response."),
+    by_trainer("rollout_corr/rollout_is_seq_min", Unit.RATIO, "Smallest mean weight of a response."),
+    by_trainer(
         "rollout_corr/rollout_is_ratio_fraction_high",
         Unit.SHARE,
-        TRAINER,
         "Tokens whose ratio is above the correction's upper bound; for weights by response, responses.",
     ),
-    StepMetric(
+    by_trainer(
         "rollout_corr/rollout_is_ratio_fraction_low",
         Unit.SHARE,
-        TRAINER,
         "Tokens whose ratio is below the correction's lower bound, or 1/`cap`; for weights by response, responses.",
     ),
-    StepMetric(
+    by_trainer(
         "rollout_corr/rollout_is_oob_ratio",
         Unit.SHARE,
-        TRAINER,
         "Tokens whose ratio is out of bounds (`icepop`, `icepop_sequence`).",
     ),
-    StepMetric("rollout_corr/rollout_rs_masked_fraction", Unit.SHARE, TRAINER, "Tokens that were rejected."),
-    StepMetric(
-        "rollout_corr/rollout_rs_seq_masked_fraction",
-        Unit.SHARE,
-        TRAINER,
-        "Responses of which at least one token was rejected.",
+    by_trainer("rollout_corr/rollout_rs_masked_fraction", Unit.SHARE, "Tokens that were rejected."),
+    by_trainer(
+        "rollout_corr/rollout_rs_seq_masked_fraction", Unit.SHARE, "Responses of which at least one token was rejected."
     ),
-    StepMetric(
-        "rollout_corr/rollout_rs_{criterion}_masked_fraction",
-        Unit.SHARE,
-        TRAINER,
-        "Tokens that this rejection alone rejects.",
+    by_trainer(
+        "rollout_corr/rollout_rs_{criterion}_masked_fraction", Unit.SHARE, "Tokens that this rejection alone rejects."
     ),
-    StepMetric(
+    by_trainer(
         "rollout_corr/rollout_rs_{criterion}_seq_masked_fraction",
         Unit.SHARE,
-        TRAINER,
         "Responses of which this rejection alone rejects a token.",
     ),
-    StepMetric(
+    by_trainer(
         "rollout_corr/rollout_is_batch_norm_factor",
         Unit.RATIO,
-        TRAINER,
         "Mean of the weights, by which they are divided (`algorithm.normalize_correction_weights`).",
     ),
-    StepMetric(
+    by_trainer(
         "rollout_corr/{name}",
         Unit.REPORTED,
-        TRAINER,
         "Mean of what a user's own correction reports for each token.",
         user_defined=True,
     ),

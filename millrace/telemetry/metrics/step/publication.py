@@ -1,56 +1,34 @@
 """The publication after a step. Seconds, tensors and bytes are those of the member that has most."""
 
-from millrace.telemetry.metrics.declaration import Owner, StepMetric, Unit
-
-COORDINATOR, REPLICA = Owner.COORDINATOR, Owner.REPLICA
+from millrace.telemetry.metrics.declaration import Unit, by_coordinator, by_replica
 
 PAUSE_SECONDS = "publication/pause_s"
 
 PUBLICATION = (
-    StepMetric("publication/replicas", Unit.COUNT, COORDINATOR, "Replicas that the publication reached."),
-    StepMetric("publication/failures", Unit.COUNT, COORDINATOR, "Attempts before the one that succeeded."),
-    StepMetric(
-        "publication/bytes",
-        Unit.BYTES,
-        COORDINATOR,
-        "Size of one copy of the weights, or of the adapter alone.",
-    ),
-    StepMetric("publication/gather_s", Unit.SECONDS, COORDINATOR, "Collecting full tensors from the trainer's shards."),
-    StepMetric(
+    by_coordinator("publication/replicas", Unit.COUNT, "Replicas that the publication reached."),
+    by_coordinator("publication/failures", Unit.COUNT, "Attempts before the one that succeeded."),
+    by_coordinator("publication/bytes", Unit.BYTES, "Size of one copy of the weights, or of the adapter alone."),
+    by_coordinator("publication/gather_s", Unit.SECONDS, "Collecting full tensors from the trainer's shards."),
+    by_coordinator(
         "publication/sent_bytes",
         Unit.BYTES,
-        COORDINATOR,
         "Sent by all ranks of the trainer to all replicas. With `publication.path: delta` less than their weights.",
     ),
-    StepMetric(
+    by_coordinator(
         "publication/changed",
         Unit.SHARE,
-        COORDINATOR,
         "Part of the 16-bit words that changed since the version before; 0 if everything was sent.",
     ),
-    StepMetric(
-        "publication/code_s",
-        Unit.SECONDS,
-        COORDINATOR,
-        "Comparing, encoding and decoding, if only changes are sent.",
-    ),
-    StepMetric(
+    by_coordinator("publication/code_s", Unit.SECONDS, "Comparing, encoding and decoding, if only changes are sent."),
+    by_coordinator(
         "publication/snapshot_bytes",
         Unit.BYTES,
-        COORDINATOR,
         "Host memory of a trainer's rank with what it sent last; 0 unless only changes are sent.",
     ),
-    StepMetric("publication/wire_s", Unit.SECONDS, COORDINATOR, "Sending and receiving."),
-    StepMetric("publication/verify_s", Unit.SECONDS, COORDINATOR, "Computing and comparing checksums."),
-    StepMetric("publication/staging_bytes", Unit.BYTES, COORDINATOR, "Memory for the transfer."),
-    StepMetric("publication/apply_s", Unit.SECONDS, REPLICA, "Writing the engine's parameters."),
-    StepMetric(
-        PAUSE_SECONDS,
-        Unit.SECONDS,
-        REPLICA,
-        "From the last token under the old version until generation may continue.",
-    ),
-    StepMetric(
-        "publication/loader_tensors", Unit.COUNT, REPLICA, "Tensors that went whole through the engine's own loader."
-    ),
+    by_coordinator("publication/wire_s", Unit.SECONDS, "Sending and receiving."),
+    by_coordinator("publication/verify_s", Unit.SECONDS, "Computing and comparing checksums."),
+    by_coordinator("publication/staging_bytes", Unit.BYTES, "Memory for the transfer."),
+    by_replica("publication/apply_s", Unit.SECONDS, "Writing the engine's parameters."),
+    by_replica(PAUSE_SECONDS, Unit.SECONDS, "From the last token under the old version until generation may continue."),
+    by_replica("publication/loader_tensors", Unit.COUNT, "Tensors that went whole through the engine's own loader."),
 )

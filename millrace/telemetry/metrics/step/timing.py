@@ -1,8 +1,6 @@
 """Metrics of the time that the parts of a step take."""
 
-from millrace.telemetry.metrics.declaration import Owner, StepMetric, Unit
-
-COORDINATOR, TRAINER, REPLICA, SECONDS = Owner.COORDINATOR, Owner.TRAINER, Owner.REPLICA, Unit.SECONDS
+from millrace.telemetry.metrics.declaration import Unit, by_coordinator, by_replica, by_trainer
 
 STEP_SECONDS = "timing_s/step"
 UPDATE_WEIGHTS = "timing_s/update_weights"
@@ -14,76 +12,66 @@ PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
 """The parts of a step that `timing_per_token_ms/{part}` is reported of."""
 
 TIMING = (
-    StepMetric(
+    by_coordinator(
         STEP_SECONDS,
-        SECONDS,
-        COORDINATOR,
+        Unit.SECONDS,
         "The whole step: the sum of `timing_s/gen`, `timing_s/train` and `timing_s/update_weights`.",
     ),
-    StepMetric(
+    by_coordinator(
         "timing_s/gen",
-        SECONDS,
-        COORDINATOR,
+        Unit.SECONDS,
         "Waiting until enough groups for the step were complete; with `trainer.streaming` without the time in which the"
         " trainer worked on parts of them.",
     ),
-    StepMetric("timing_s/train", SECONDS, COORDINATOR, "The trainer's step, all its parts, seen from the coordinator."),
-    StepMetric(UPDATE_WEIGHTS, SECONDS, COORDINATOR, "The publication of the new weights, failed attempts included."),
-    StepMetric(
+    by_coordinator("timing_s/train", Unit.SECONDS, "The trainer's step, all its parts, seen from the coordinator."),
+    by_coordinator(UPDATE_WEIGHTS, Unit.SECONDS, "The publication of the new weights, failed attempts included."),
+    by_coordinator(
         TESTING,
-        SECONDS,
-        COORDINATOR,
+        Unit.SECONDS,
         "The evaluation on held-out prompts, if one was due, until its last answer; training goes on beside it.",
     ),
-    StepMetric(
+    by_coordinator(
         TESTING_WAIT,
-        SECONDS,
-        COORDINATOR,
+        Unit.SECONDS,
         "How long the job waited for that evaluation: before it published the next version, or ended.",
     ),
-    StepMetric("timing_s/save_checkpoint", SECONDS, COORDINATOR, "How long the job waited for a checkpoint."),
-    StepMetric(
+    by_coordinator("timing_s/save_checkpoint", Unit.SECONDS, "How long the job waited for a checkpoint."),
+    by_coordinator(
         "timing_s/save_checkpoint_background",
-        SECONDS,
-        COORDINATOR,
+        Unit.SECONDS,
         "From the start of a save until the checkpoint was on the disk; in the row of the step that noticed the end.",
     ),
-    StepMetric(
+    by_coordinator(
         STANDBY_COPY,
-        SECONDS,
-        COORDINATOR,
+        Unit.SECONDS,
         "How long the job waited for the trainer's state to be copied for trainers that stand by.",
     ),
-    StepMetric(
+    by_replica(
         "timing_s/generate/{statistic}",
-        SECONDS,
-        REPLICA,
+        Unit.SECONDS,
         "Generating a group, from the lease's arrival at the replica until its last sample ended; over the groups.",
     ),
-    StepMetric("timing_s/score/{statistic}", SECONDS, REPLICA, "Scoring a group after that; over the groups."),
-    StepMetric(
+    by_replica("timing_s/score/{statistic}", Unit.SECONDS, "Scoring a group after that; over the groups."),
+    by_replica(
         "timing_s/reward",
-        SECONDS,
-        REPLICA,
+        Unit.SECONDS,
         "The same as `timing_s/score/max`: groups are scored while others are generated, so a step waits for the last"
         " one at most.",
     ),
-    StepMetric(
+    by_coordinator(
         "timing_per_token_ms/{part}",
         Unit.MILLISECONDS,
-        COORDINATOR,
         "`timing_s/{part}` over the response tokens (`gen`) or over all tokens (the others), as in verl.",
     ),
-    StepMetric("timing_s/fetch", SECONDS, TRAINER, "Fetching the groups and dividing them over the ranks."),
-    StepMetric(
+    by_trainer("timing_s/fetch", Unit.SECONDS, "Fetching the groups and dividing them over the ranks."),
+    by_trainer(
         "timing_s/old_log_prob",
-        SECONDS,
-        TRAINER,
+        Unit.SECONDS,
         "The forward pass of the policy before the updates; about 0 if none is needed.",
     ),
-    StepMetric("timing_s/ref", SECONDS, TRAINER, "The forward pass of the reference; about 0 if there is none."),
-    StepMetric("timing_s/values", SECONDS, TRAINER, "The forward pass of the critic."),
-    StepMetric("timing_s/adv", SECONDS, TRAINER, "Rewards, corrections and advantages."),
-    StepMetric("timing_s/update_actor", SECONDS, TRAINER, "All updates of the policy."),
-    StepMetric("timing_s/update_critic", SECONDS, TRAINER, "All updates of the critic."),
+    by_trainer("timing_s/ref", Unit.SECONDS, "The forward pass of the reference; about 0 if there is none."),
+    by_trainer("timing_s/values", Unit.SECONDS, "The forward pass of the critic."),
+    by_trainer("timing_s/adv", Unit.SECONDS, "Rewards, corrections and advantages."),
+    by_trainer("timing_s/update_actor", Unit.SECONDS, "All updates of the policy."),
+    by_trainer("timing_s/update_critic", Unit.SECONDS, "All updates of the critic."),
 )
