@@ -1,7 +1,7 @@
 """The events of a job: each kind with its payload, declared once for coordinator, store, REST, client and page.
 
-A new kind of event is one member of `EventKind`, one payload model in the file of its subject, and its name in
-`Payload` and `__all__`. The message of an event is for people; programs read its kind and its payload:
+A new kind of event is one member of `EventKind`, one payload model in the file of its subject, its import here and its
+name in `Payload`. The message of an event is for people; programs read its kind and its payload:
 
     for event in client.events(job.id):
         if isinstance(event.data, events.StepDone):
@@ -13,107 +13,51 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validator
 
-from millrace.events.job import (
-    CheckpointBest,
-    CheckpointCopied,
-    CheckpointCopyFailed,
-    CheckpointFailed,
-    CheckpointSaved,
-    DataOpened,
-    JobMoved,
-    JobRewound,
-    JobStopping,
-    JobWaiting,
-    ReportFailed,
-    StopCause,
-    TrackerFailed,
-    WebhookFailed,
-)
-from millrace.events.kind import EventData, EventKind
-from millrace.events.members import (
-    HandOverReason,
-    MemberConfigured,
-    MemberDied,
-    MemberFailed,
-    MemberHandedOver,
-    MemberJoined,
-    MemberJoining,
-    MemberOut,
-    ReplicasScaled,
-    ScalingReason,
-    TrainerConfigured,
-    TrainerConfiguring,
-    TrainerLeft,
-    TrainerLost,
-    TrainerOutOfMemory,
-)
-from millrace.events.training import (
-    MEMBERS_LISTED,
-    EvaluationDone,
-    GroupDropped,
-    GroupStale,
-    LeaseExpired,
-    MemberTransfer,
-    PromptDropped,
-    PublicationDone,
-    PublicationFailed,
-    PublicationPhase,
-    PublishedContent,
-    Source,
-    StepDone,
-    TrainingWarning,
-)
-
-__all__ = [
-    "MEMBERS_LISTED",
-    "CheckpointBest",
-    "CheckpointCopied",
-    "CheckpointCopyFailed",
-    "CheckpointFailed",
-    "CheckpointSaved",
-    "DataOpened",
-    "EvaluationDone",
-    "Event",
-    "EventData",
-    "EventKind",
-    "GroupDropped",
-    "GroupStale",
-    "HandOverReason",
-    "JobMoved",
-    "JobRewound",
-    "JobStopping",
-    "JobWaiting",
-    "LeaseExpired",
-    "MemberConfigured",
-    "MemberDied",
-    "MemberFailed",
-    "MemberHandedOver",
-    "MemberJoined",
-    "MemberJoining",
-    "MemberOut",
-    "MemberTransfer",
-    "OtherRelease",
-    "Payload",
-    "PromptDropped",
-    "PublicationDone",
-    "PublicationFailed",
-    "PublicationPhase",
-    "PublishedContent",
-    "ReplicasScaled",
-    "ReportFailed",
-    "ScalingReason",
-    "Source",
-    "StepDone",
-    "StopCause",
-    "TrackerFailed",
-    "TrainerConfigured",
-    "TrainerConfiguring",
-    "TrainerLeft",
-    "TrainerLost",
-    "TrainerOutOfMemory",
-    "TrainingWarning",
-    "WebhookFailed",
-]
+from millrace.events.job import CheckpointBest as CheckpointBest
+from millrace.events.job import CheckpointCopied as CheckpointCopied
+from millrace.events.job import CheckpointCopyFailed as CheckpointCopyFailed
+from millrace.events.job import CheckpointFailed as CheckpointFailed
+from millrace.events.job import CheckpointSaved as CheckpointSaved
+from millrace.events.job import DataOpened as DataOpened
+from millrace.events.job import JobMoved as JobMoved
+from millrace.events.job import JobRewound as JobRewound
+from millrace.events.job import JobStopping as JobStopping
+from millrace.events.job import JobWaiting as JobWaiting
+from millrace.events.job import ReportFailed as ReportFailed
+from millrace.events.job import StopCause as StopCause
+from millrace.events.job import TrackerFailed as TrackerFailed
+from millrace.events.job import WebhookFailed as WebhookFailed
+from millrace.events.kind import EventData as EventData
+from millrace.events.kind import EventKind as EventKind
+from millrace.events.members import HandOverReason as HandOverReason
+from millrace.events.members import MemberConfigured as MemberConfigured
+from millrace.events.members import MemberDied as MemberDied
+from millrace.events.members import MemberFailed as MemberFailed
+from millrace.events.members import MemberHandedOver as MemberHandedOver
+from millrace.events.members import MemberJoined as MemberJoined
+from millrace.events.members import MemberJoining as MemberJoining
+from millrace.events.members import MemberOut as MemberOut
+from millrace.events.members import ReplicasScaled as ReplicasScaled
+from millrace.events.members import ScalingReason as ScalingReason
+from millrace.events.members import TrainerConfigured as TrainerConfigured
+from millrace.events.members import TrainerConfiguring as TrainerConfiguring
+from millrace.events.members import TrainerLeft as TrainerLeft
+from millrace.events.members import TrainerLost as TrainerLost
+from millrace.events.members import TrainerOutOfMemory as TrainerOutOfMemory
+from millrace.events.training import MEMBERS_LISTED as MEMBERS_LISTED
+from millrace.events.training import EvaluationDone as EvaluationDone
+from millrace.events.training import GroupDropped as GroupDropped
+from millrace.events.training import GroupStale as GroupStale
+from millrace.events.training import LeaseExpired as LeaseExpired
+from millrace.events.training import MemberTransfer as MemberTransfer
+from millrace.events.training import PromptDropped as PromptDropped
+from millrace.events.training import PublicationDone as PublicationDone
+from millrace.events.training import PublicationFailed as PublicationFailed
+from millrace.events.training import PublicationPhase as PublicationPhase
+from millrace.events.training import PublishedContent as PublishedContent
+from millrace.events.training import Source as Source
+from millrace.events.training import StepDone as StepDone
+from millrace.events.training import TrainingWarning as TrainingWarning
 
 
 class OtherRelease(BaseModel):
