@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -16,10 +17,15 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
 
+from millrace.data.pictures import WHOLE
+from millrace.spec.lora import is_router
+from millrace.weights.loader.stored import follow_folder
 from tests.models import byte_tokenizer
 
 SPECIALS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -64,7 +70,7 @@ TOWER: dict[str, Any] = {
     "window_size": 112,
     "fullatt_block_indexes": [1],
 }
-KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 """Model types that `save_image_model` makes."""
 PROCESSOR_3: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
@@ -114,6 +120,10 @@ TEXT_3_5 = {
     "linear_num_value_heads": 2,
 }
 TOWER_3_5 = {name: value for name, value in TOWER_3.items() if name != "deepstack_visual_indexes"}
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SHARED = {"shared_expert_intermediate_size": 32}
+PUBLISHED_EXPERTS = ("qwen3_5_moe",)
+"""Kinds whose published folders store the experts of a layer in one tensor. transformers stores each apart."""
 
 
 @torch.no_grad()
@@ -131,12 +141,18 @@ def save_image_model(
         model = built(kind, {**IDS, "tie_word_embeddings": tied}, layers)
         for part, own in ((model.model.visual, tower_seed), (model.model.language_model, seed), (model.lm_head, seed)):
             torch.manual_seed(own)
-            for parameter in part.parameters():
+            for name, parameter in part.named_parameters():
                 if parameter.dim() >= 2:
-                    parameter.normal_(0, 1.2 * parameter[0].numel() ** -0.5)
+                    inputs = parameter.shape[-1] if ".experts." in name else parameter[0].numel()
+                    parameter.normal_(0, 1.2 * inputs**-0.5)
                 else:
                     parameter.add_(torch.randn_like(parameter), alpha=0.2)
     model.save_pretrained(folder)
+    if kind in PUBLISHED_EXPERTS:
+        file = folder / "model.safetensors"
+        kept = {name: tensor for name, tensor in load_file(file).items() if ".experts." not in name}
+        own = {name: tensor for name, tensor in model.state_dict().items() if ".experts." in name}
+        save_file(kept | own, file, metadata={"format": "pt"})
     save_processor(folder, PROCESSOR if kind == "qwen2_5_vl" else PROCESSOR_3)
     return folder
 
@@ -148,6 +164,10 @@ def built(kind: str, entries: dict[str, Any], layers: int | None = None) -> Any:
             text = {**TEXT_3_5, "tie_word_embeddings": entries["tie_word_embeddings"]}
             config: Any = Qwen3_5Config(text_config=text, vision_config=TOWER_3_5, **entries)
             return Qwen3_5ForConditionalGeneration(config)
+        case "qwen3_5_moe":
+            text = {**TEXT_3_5, **EXPERTS, **SHARED, "tie_word_embeddings": entries["tie_word_embeddings"]}
+            config = Qwen3_5MoeConfig(text_config=text, vision_config=TOWER_3_5, **entries)
+            return Qwen3_5MoeForConditionalGeneration(config)
         case "qwen3_vl":
             text = {**TEXT_3, "num_hidden_layers": layers or TEXT_3["num_hidden_layers"]}
             return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=TOWER_3, **entries))
@@ -182,17 +202,18 @@ def opened_model(folder: Path, *, train_tower: bool = False) -> Any:
 
 def trained_part(model: Any) -> Any:
     """What the trainer builds of the whole model: of Qwen3.5 the language model. It shares the modules of `model`."""
-    if model.config.model_type != "qwen3_5":
+    if model.config.model_type in WHOLE:
         return model
     with torch.device("meta"):
         part: Any = AutoModelForCausalLM.from_config(model.config)
     part.model, part.lm_head = model.model.language_model, model.lm_head
+    follow_folder(part, model.state_dict())
     return part
 
 
 def whole_of(model: Any, part: Any) -> Any:
     """The whole model with the tower of `model` and `part` as its trained part."""
-    if model.config.model_type != "qwen3_5":
+    if model.config.model_type in WHOLE:
         return part
     whole = copy.deepcopy(model)
     whole.model.language_model, whole.lm_head = part.model, part.lm_head
@@ -202,7 +223,8 @@ def whole_of(model: Any, part: Any) -> Any:
 def language_layers(model: Any) -> list[str]:
     """Names of the linear layers of its language model that may have an adapter, as the trainer names them."""
     linear = [name for name, part in trained_part(model).named_modules() if isinstance(part, torch.nn.Linear)]
-    return [name for name in linear if ".visual." not in name and ".linear_attn." not in name and name != "lm_head"]
+    without = (".visual.", ".linear_attn.")
+    return [n for n in linear if not any(part in n for part in without) and not is_router(n) and n != "lm_head"]
 
 
 def scores_alone(model: Any, folder: Path, tokens: list[int], files: tuple[bytes, ...], prompt: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ PROCESSOR = "preprocessor_config.json"
 WHOLE = frozenset({"qwen2_5_vl", "qwen3_vl"})
 """Model types of which the trainer builds the whole, and takes out the tower. Of others with a tower it builds the
 language model alone."""
-MODELS = WHOLE | {"qwen3_5"}
+MODELS = WHOLE | {"qwen3_5", "qwen3_5_moe"}
 """Model types whose log-probabilities with images were shown to be equal in transformers, trainer and engine."""
 CAUSES = (OSError, ValueError, SyntaxError, EOFError, MemoryError)
 """What Pillow raises for a file that it cannot read."""

@@ -157,6 +157,9 @@ def _images(o: MegatronOptions, s: ModelShape) -> Iterator[Mistake]:
         stated = list(s.rope.sections) or None
         reason = f"its config says mrope_section = {stated}, and images need three numbers with the sum {turned}"
         yield wrong_value("model.path", s.architecture, reason, "correct the config, or leave data.images out.")
+    if s.experts is not None:
+        reason = f"on Megatron-Core images were not shown to be right in a model with experts ({s.architecture})"
+        yield wrong_value("data.images", "given", reason, "set trainer.backend to fsdp2, or leave it out.")
     if o.context_parallel > 1:
         reason = "images were not shown to be right in parts of a sequence, and data.images is given"
         yield _broken("context_parallel", o.context_parallel, reason, "leave it out")

@@ -103,6 +103,11 @@ IN_TURNS = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interl
         ({"model_type": "cohere2", "sliding_window": 512}, "replicas with vLLM refuse it: vLLM's windows of cohere2"),
         ({"text_config": {"model_type": "gemma3n_text"}}, "replicas with vLLM refuse it: vLLM computes"),
         ({"model_type": "ernie4_5_moe"}, "replicas with vLLM refuse it: vLLM's CPU build"),
+        ({"text_config": {"model_type": "qwen3_5_moe_text", "norm_topk_prob": True}}, ""),
+        (
+            {"text_config": {"model_type": "qwen3_5_moe_text", "norm_topk_prob": False}},
+            "replicas with vLLM refuse it: vLLM follows norm_topk_prob: false",
+        ),
         ({"text_config": {"model_type": "qwen3_vl_text", "rope_parameters": IN_TURNS}}, ""),
         ({"text_config": {"model_type": "qwen3_vl_text", "rope_scaling": IN_TURNS}}, ""),
         (

@@ -45,6 +45,16 @@ def test_the_published_configurations_are_taken(tmp_path, config, ranks, tensor,
     assert broken(config, options, ranks, tmp_path) == []
 
 
+def test_images_are_refused_in_a_model_with_experts(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+    text = {**configs.QWEN3_NEXT, "model_type": "qwen3_5_moe_text", "rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": text}))
+    shape = read_shape(tmp_path)
+    check(parse({}), shape, None, cuda=True)
+    with pytest.raises(InvalidJob, match=r"data\.images: .*with experts \(qwen3_5_moe\)"):
+        check(parse({}), shape, None, cuda=True, images=True)
+
+
 def test_a_share_of_the_optimizer_on_the_host_and_the_rest_of_it_between_updates(tmp_path):
     options = {"optimizer_offload_fraction": 0.5, "offload_optimizer": True}
     assert broken(configs.QWEN2, options, 1, tmp_path) == []

@@ -1,7 +1,7 @@
 """A Hugging Face model's tensors as its model folder stores them: under other names and in other pieces than in the
 module, where all experts of a layer are one parameter."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from millrace.weights.folder_tensors import stored_name
 from millrace.weights.plans.views import ViewedBox, viewed_box
 
 
@@ -29,6 +30,14 @@ def pieces(module: nn.Module, name: str, whole: Tensor) -> dict[str, Tensor]:
         return {name: whole}
     found: dict[str, Tensor] = revert_weight_conversion(module, {name: whole})
     return found
+
+
+def follow_folder(module: Any, names: Container[str]) -> None:
+    """Makes `pieces` keep the experts of a layer in one tensor if the model folder, whose tensors have these `names`,
+    stores them so. `module`: a PreTrainedModel. Those that transformers loads do so by themselves."""
+    split = [name for name, tensor in stored_tensors(module) if len(pieces(module, name, tensor)) > 1]
+    if split and all(stored_name(name, names) in names for name in split):
+        module._weight_conversions = []
 
 
 def views(module: nn.Module, name: str, whole: Tensor) -> dict[str, Tensor] | None:

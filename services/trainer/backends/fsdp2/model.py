@@ -16,6 +16,8 @@ from millrace.data import quantization
 from millrace.data.pictures import loader_of
 from millrace.errors import InvalidJob
 from millrace.spec.model import Model
+from millrace.weights.folder_tensors import stored_shapes
+from millrace.weights.loader.stored import follow_folder
 from services.trainer.backends.fsdp2 import recurrent
 from services.trainer.backends.fsdp2.computable import check_computable, named
 from services.trainer.backends.fsdp2.loading import FIX, ModelFolder
@@ -103,6 +105,7 @@ def build_unfilled(
         how = named(sharding.attention)
         fix = "choose another architecture, or another trainer.backend_options.attention."
         raise InvalidJob(f"{field}: {model.path} cannot be built with {how} attention: {error}", fix) from error
+    follow_folder(module, stored_shapes(Path(model.path)))
     module = with_tower(module, model, config) if sharding.with_tower else without_tower(module)
     check_computable(module, sharding.attention, model.path, field)
     recurrent.check_kernels(module, sharding.mesh.device_type, model.path, field)

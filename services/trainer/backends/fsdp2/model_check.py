@@ -21,6 +21,8 @@ from millrace.errors import InvalidJob, Mistake
 from millrace.spec import JobSpec
 from millrace.spec import parse as parse_spec
 from millrace.spec.model import Model
+from millrace.weights.folder_tensors import stored_shapes
+from millrace.weights.loader.stored import follow_folder
 from services.trainer.backends.fsdp2 import attention
 from services.trainer.backends.fsdp2.adapted import choose_layers
 from services.trainer.backends.fsdp2.computable import check_computable, check_config
@@ -84,6 +86,7 @@ def _checked(spec: JobSpec, model: Model, loader: Any, field: str) -> PreTrained
     try:
         with torch.device("meta"):
             built = (loader or loader_of(config)).from_config(config, trust_remote_code=model.trust_remote_code)
+            follow_folder(built, stored_shapes(Path(model.path)))
             trained = spec.trainer.train_tower
             module: PreTrainedModel = with_tower(built, model, config) if trained else without_tower(built)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:

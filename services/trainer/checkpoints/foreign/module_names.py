@@ -9,22 +9,24 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from millrace.checkpoints.index import Located, Part
 from millrace.data.pictures import loader_of
-from millrace.weights.loader.stored import stored_boxes, stored_tensors
+from millrace.weights.folder_tensors import stored_shapes
+from millrace.weights.loader.stored import follow_folder, stored_boxes, stored_tensors
 from services.trainer.checkpoints.foreign.writing import Form, Target
 
 
-def empty_module(folder: Path, trust: bool = False) -> nn.Module | None:
+def empty_module(folder: Path, trust: bool = False) -> PreTrainedModel | None:
     """The model without memory for its parameters; None for a class that only Megatron trains."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
     loader = loader_of(config)
     if type(config) not in loader._model_mapping and not trust:
         return None
     with torch.device("meta"):
-        module: nn.Module = loader.from_config(config, trust_remote_code=trust)
+        module: PreTrainedModel = loader.from_config(config, trust_remote_code=trust)
+    follow_folder(module, stored_shapes(folder))
     return module
 
 

@@ -118,7 +118,8 @@ TIED = {"kind": "qwen3_vl", "tied": True}
     ("policy", "model"),
     [
         pytest.param("recompute", TIED, marks=pytest.mark.matrix),
-        ("recompute", {"kind": "qwen3_5"}),
+        ("recompute", {"kind": "qwen3_5_moe"}),
+        pytest.param("recompute", {"kind": "qwen3_5"}, marks=pytest.mark.matrix),
         # test_tokens_are_of_the_images_and_of_their_adapter has Qwen2.5-VL.
         pytest.param("recompute", {}, marks=pytest.mark.matrix),
         pytest.param("keep", {}, marks=pytest.mark.matrix),
@@ -126,16 +127,27 @@ TIED = {"kind": "qwen3_vl", "tied": True}
         pytest.param("recompute", {"kind": "qwen3_vl"}, marks=pytest.mark.matrix),
         pytest.param("recompute", {"kind": "qwen3_5", "tied": True}, marks=pytest.mark.matrix),
         pytest.param("keep", {"kind": "qwen3_5"}, marks=pytest.mark.matrix),
+        pytest.param("keep", {"kind": "qwen3_5_moe"}, marks=pytest.mark.matrix),
     ],
 )
 def test_tokens_are_of_the_images_and_of_their_version(
     policy: str, model: dict[str, Any], run: Run, tmp_path: Path
 ) -> None:
-    folder = save_image_model(tmp_path / "0", **model)
-    models = [opened_model(folder), opened_model(save_image_model(tmp_path / "1", seed=1, **model))]
+    check_versions(policy, model, run, tmp_path, **(IN_CHUNKS if model else {}))
+
+
+@pytest.mark.matrix  # test_tokens_are_of_the_images_and_of_their_version has a cache of prompts
+@pytest.mark.parametrize("kind", KINDS[3:])
+def test_nor_without_a_cache_of_prompts(kind: str, run: Run, tmp_path: Path) -> None:
+    check_versions("recompute", {"kind": kind}, run, tmp_path, **IN_CHUNKS, enable_prefix_caching=False)
+
+
+def check_versions(policy: str, model: dict[str, Any], run: Run, path: Path, **options: Any) -> None:
+    folder = save_image_model(path / "0", **model)
+    models = [opened_model(folder), opened_model(save_image_model(path / "1", seed=1, **model))]
     asked = Asked(folder)
     images = {"images": {"max_per_prompt": 3}, "max_prompt_tokens": 400}
-    spec = job_spec(folder, "vllm", data=images, rollout={"engine_options": IN_CHUNKS} if model else {})
+    spec = job_spec(folder, "vllm", data=images, rollout={"engine_options": options} if options else {})
 
     async def scenario(engine: Any) -> None:
         await publish_shards(engine, language_model(models[0]), 1)
@@ -159,7 +171,10 @@ def test_tokens_are_of_the_images_and_of_their_version(
     started(run, spec, scenario)
 
 
-TRAINED = (TIED, *(pytest.param(each, marks=pytest.mark.matrix) for each in ({}, {"kind": "qwen3_5"})))
+TRAINED = (
+    TIED,
+    *(pytest.param(each, marks=pytest.mark.matrix) for each in ({}, *({"kind": kind} for kind in KINDS[2:]))),
+)
 
 
 @pytest.mark.parametrize("model", TRAINED)
@@ -203,6 +218,7 @@ def test_tokens_are_of_the_tower_of_their_version(model: dict[str, Any], run: Ru
         pytest.param("keep", "qwen3_vl", marks=pytest.mark.matrix),
         pytest.param("recompute", "qwen3_5", marks=pytest.mark.matrix),
         pytest.param("keep", "qwen3_5", marks=pytest.mark.matrix),
+        *(pytest.param("recompute", kind, marks=pytest.mark.matrix) for kind in KINDS[3:]),
     ],
 )
 def test_tokens_are_of_the_images_and_of_their_adapter(policy: str, kind: str, run: Run, tmp_path: Path) -> None:

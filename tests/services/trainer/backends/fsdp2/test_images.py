@@ -14,13 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from millrace.data.pictures import Pictures
 from millrace.errors import InvalidJob, InvalidState
-from millrace.memory.adapters import adapter_parameters
+from millrace.memory.adapters import adapter_parameters, without_experts
 from millrace.memory.fsdp2 import Fsdp2Memory
 from millrace.memory.ledger import Part, Phase
 from millrace.memory.prediction import predict, predict_replica
 from millrace.memory.shape import decoder_shape
 from millrace.memory.staging import published_bytes
 from millrace.towers import MOST_KEPT
+from millrace.weights.folder_tensors import stored_name
 from millrace.weights.plans.manifest import Content
 from services.rollout.engines.adapter import adapter_shape
 from services.trainer.backends import build
@@ -59,7 +60,7 @@ PROMPTS: tuple[tuple[list[int], tuple[tuple[int, int], ...]], ...] = (
 """Short tokens, and width and height of each image."""
 
 
-OTHERS = (*KINDS[:2], pytest.param(KINDS[2], marks=pytest.mark.matrix))
+OTHERS = (*KINDS[:2], *(pytest.param(kind, marks=pytest.mark.matrix) for kind in KINDS[2:]))
 """test_packed_is_what_each_is_alone has all."""
 
 
@@ -128,8 +129,9 @@ def test_packed_is_what_each_is_alone(one_rank: torch.device, folder: Path) -> N
     check_gradients(gradients, expected_gradients)
     reference = backend.logprobs([MicroBatch.pack(samples, [3, 0])], temperature=1.0)
     torch.testing.assert_close(reference[0], torch.cat([expected[3], expected[0]]), atol=CLOSE, rtol=0)
-    published = {info.name for info, _ in backend.export("float32")}
-    assert published and not any("visual" in name for name in published)
+    folder_names = load_file(folder / "model.safetensors").keys()
+    published = {stored_name(info.name, folder_names) for info, _ in backend.export("float32")}
+    assert published == {name for name in folder_names if "visual" not in name}
 
 
 def test_positions_of_the_row_alone_would_be_wrong(one_rank: torch.device, folder: Path) -> None:
@@ -241,7 +243,17 @@ def with_saved_adapter(folder: Path, adapter: Path) -> Any:
     return whole_of(base, PeftModel.from_pretrained(trained_part(base), adapter, is_trainable=True).get_base_model())
 
 
-DORA = {"rank": 2, "alpha": 8, "dora": True, "merge": True, "target_modules": ["q_proj", "mlp.up_proj"]}
+DORA = {"rank": 2, "alpha": 8, "dora": True, "merge": True, "target_modules": ["q_proj", "up_proj"]}
+
+
+def of_model(folder: Path, lora: dict[str, Any]) -> dict[str, Any]:
+    """Without the names for which the model has no layer: experts have no adapter."""
+    layers = language_layers(opened_model(folder))
+    known = {
+        name: [one for one in lora[name] if any(layer.endswith(one) for layer in layers)]
+        for name in lora.keys() & {"target_modules"}
+    }
+    return lora | known
 
 
 @pytest.mark.parametrize(("lora", "recompute"), [({"rank": 4, "alpha": 8}, False), (DORA, True)], ids=["lora", "dora"])
@@ -251,7 +263,7 @@ def test_an_adapter_is_trained_as_peft_does(
     """From the same first adapter, in packed rows. PEFT reads what is saved; merged weights compute the same."""
     samples = drawn(folder)
     batch = MicroBatch.pack(samples, range(len(samples)))
-    trainer = {**TRAINER, "activation_recompute": recompute}
+    trainer, lora = {**TRAINER, "activation_recompute": recompute}, of_model(folder, lora)
     spec = job_spec(folder, model={"lora": lora}, data=DATA, trainer=trainer, algorithm={"kl": {"name": "k3"}})
     backend: Any = build(spec, one_rank)
     write_adapter(tmp_path / "start", backend.adapter, folder)
@@ -315,18 +327,24 @@ def test_the_adapter_of_a_folder_is_published_as_the_engine_awaits_it(
     ("lora", "ends"),
     [
         ({}, ("proj",)),
-        ({"target_modules": ["q_proj", "mlp.down_proj"]}, ("q_proj", "mlp.down_proj")),
+        ({"target_modules": ["q_proj", "down_proj"]}, ("q_proj", "down_proj")),
         ({"target_modules": ["linear_fc1"]}, ("gate_proj", "up_proj")),
     ],
 )
 def test_trainer_engine_and_ledger_mean_the_language_model_s_layers(
     one_rank: torch.device, folder: Path, lora: dict[str, Any], ends: tuple[str, ...]
 ) -> None:
-    """A name that the tower has too, as `mlp.down_proj` and Megatron's `linear_fc1`, means no layer of it."""
+    """A name that the tower has too, as `down_proj` and Megatron's `linear_fc1`, means no layer of it. Nor does it mean
+    experts."""
     model = opened_model(folder)
     excluded = ["qkv"] if trained_part(model) is model else []  # of the tower, where that is built and taken out
     lora = {**lora, "rank": 4, "exclude_modules": excluded}
     spec = job_spec(folder, model={"lora": lora}, data=DATA, trainer=TRAINER)
+    if not all(any(layer.endswith(end) for layer in language_layers(model)) for end in ends):
+        for check in (model_check.check, adapter_shape, lambda spec: build(spec, one_rank)):
+            with pytest.raises(InvalidJob, match=r"model\.lora\.target_modules"):
+                check(spec)
+        return
     backend: Any = build(spec, one_rank)
     model_check.check(spec)
     named = {name.partition(".lora_")[0].removeprefix("base_model.model.") for name, _ in backend.adapter.export()}
@@ -334,7 +352,7 @@ def test_trainer_engine_and_ledger_mean_the_language_model_s_layers(
     served = adapter_shape(spec)
     assert served is not None and {layer.name for layer in served.layers} == named
     assert spec.model.lora is not None
-    assert adapter_parameters(decoder_shape(folder), spec.model.lora) == backend.parameters
+    assert adapter_parameters(decoder_shape(folder), without_experts(spec.model.lora)) == backend.parameters
     held = {part: sum(each.nbytes for each in tensors) for part, tensors in backend.held().items()}
     found = predict(spec, decoder_shape(folder), 1)[Phase.UPDATE].device
     assert found[Part.WEIGHTS] == pytest.approx(held[Part.WEIGHTS], rel=0.02)

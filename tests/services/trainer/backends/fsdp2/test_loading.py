@@ -17,6 +17,7 @@ from services.trainer.backends.fsdp2 import loading, model_check
 from services.trainer.backends.fsdp2.loading import ModelFolder, computed_buffers
 from services.trainer.checkpoints.model_files import ModelFiles
 from tests.forked import CONTEXT
+from tests.image_models import PUBLISHED_EXPERTS, save_image_model
 from tests.models import save_tiny_model
 from tests.services.trainer.backends.fsdp2.test_backend import moe_model
 from tests.services.trainer.groups import job_spec
@@ -100,6 +101,20 @@ def test_each_of_two_ranks_reads_half_and_holds_the_same(one_rank: torch.device,
         assert found.keys() == tensors.keys()
         for tensor, values in tensors.items():
             torch.testing.assert_close(found[tensor], values, rtol=1e-6, atol=1e-7, msg=tensor)
+
+
+@pytest.mark.parametrize("kind", PUBLISHED_EXPERTS)
+def test_experts_in_one_tensor_are_read_by_each_rank(
+    one_rank: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Without transformers, which would read the whole folder on rank 0. It reads the same."""
+    folder = save_image_model(tmp_path / "model", kind=kind)
+    with monkeypatch.context() as patch:
+        patch.delattr(ModelFolder, "whole")
+        found = parameters_of(build(job_spec(folder), one_rank))
+    monkeypatch.setattr(loading, "boxes", lambda *_: None)
+    expected = parameters_of(build(job_spec(folder), one_rank))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], each) for name, each in expected.items())
 
 
 def llama(folder: Path, **rope: Any) -> Path:

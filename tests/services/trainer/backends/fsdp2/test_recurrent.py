@@ -76,9 +76,13 @@ def alone(folder: Path, drawn: list[Sample]) -> tuple[torch.Tensor, dict[str, to
 
 
 def check_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Each within 1e-4 of its largest element. One that is next to nothing beside the others, as that of a decay rate,
+    is what is left of sums that cancel: it is rounding."""
     assert found.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, atol=CLOSE * float(gradient.abs().max()), rtol=CLOSE)
+        size = max(float(gradient.abs().max()), 0.01 * largest)
+        torch.testing.assert_close(found[name], gradient, atol=CLOSE * size, rtol=CLOSE)
 
 
 def one_pass(backend: Any, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
