@@ -236,7 +236,6 @@ class Replica(FleetMember):
         self.leases.serve(None)
 
     def died_of(self, error: EngineDied) -> None:
-        """See `FleetMember`."""
         super().died_of(error)
         self.leases.serve(None)
 
@@ -265,22 +264,18 @@ class Replica(FleetMember):
 
     @property
     def loaded_engine(self) -> Engine | None:
-        """See `FleetMember`."""
         return self.engine
 
     @property
     def job_name(self) -> str:
-        """See `FleetMember`."""
         return self.job.id if self.job is not None else ""
 
     @property
     def tokens(self) -> int:
-        """See `FleetMember`."""
         return self.leases.generated_tokens
 
     @property
     def further_hosts(self) -> Sequence[str]:
-        """See `FleetMember`."""
         return self.nodes.hosts if self.nodes is not None else ()
 
     @property
@@ -290,7 +285,6 @@ class Replica(FleetMember):
 
     @property
     def cache_used(self) -> float | None:
-        """See `FleetMember`."""
         return stats.cache_used if (stats := self.stats) is not None else None
 
     def load(self) -> Load:
@@ -357,7 +351,6 @@ class ReplicaMetrics(MemberMetrics):
         record_publication(self.registry, report, RECEIVER_PHASES)
 
     def refresh(self) -> None:
-        """See `MemberMetrics`."""
         super().refresh()
         replica, stats = self._replica, self._replica.stats
         if stats is not None:

@@ -51,7 +51,6 @@ class JudgeUrl:
         self.verify: ssl.SSLContext | bool = True
 
     def taken(self) -> AbstractAsyncContextManager[str]:
-        """See `JudgePlace`."""
         return nullcontext(self._url)
 
     def failed(self, url: str) -> None:
@@ -82,7 +81,6 @@ class JudgePool:
             self._in_flight[url] -= 1
 
     def failed(self, url: str) -> None:
-        """See `JudgePlace`."""
         self._failed_at[url] = time.monotonic()
         self._members.doubt()
 

@@ -286,17 +286,14 @@ class PoolReplica(FleetMember):
 
     @property
     def loaded_engine(self) -> PoolEngine | None:
-        """See `FleetMember`."""
         return self._engine
 
     @property
     def job_name(self) -> str:
-        """See `FleetMember`."""
         return self.job_id
 
     @property
     def tokens(self) -> int:
-        """See `FleetMember`."""
         return self._tokens
 
     def take_no_work(self) -> None:

@@ -72,7 +72,6 @@ class ScoringPool(ProcessPool):
         )
 
     async def start(self) -> None:
-        """See `ProcessPool`."""
         if self.terms:
             await super().start()
 

@@ -72,11 +72,9 @@ class AgentSetup(Setup):
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """See `Setup`."""
         return (self.channel,)
 
     def message(self) -> dict[str, Any]:
-        """See `Setup`."""
         return {**Setup.message(self), "function": self.function}
 
 

@@ -153,7 +153,6 @@ class WorkerRpc:
     async def ask(
         self, method: Callable[[Any, *Arguments], Answer], *arguments: *Arguments, paused: bool = False
     ) -> list[Answer]:
-        """See `Workers`."""
         name = method.__name__
         request = Request(next(self._numbers), name, arguments, paused, time.monotonic() + RPC_S)
         frame = _frame(request)

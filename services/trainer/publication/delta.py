@@ -99,6 +99,5 @@ class DeltaTransfer(ShardedTransfer):
         super().finish(failed=failed)
 
     def close(self) -> None:
-        """See `OutgoingTransfer`."""
         super().close()
         self._snapshot = self._kept = self._committed = None

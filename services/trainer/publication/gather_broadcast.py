@@ -66,12 +66,10 @@ class GatherBroadcastTransfer:
 
     @property
     def publication(self) -> PublicationId | None:
-        """See `OutgoingTransfer`."""
         prepared = self._prepared
         return prepared.publication if prepared is not None else None
 
     def prepare_send(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
-        """See `OutgoingTransfer`."""
         began = time.monotonic()
         self.close()
         publication, source = (
@@ -133,7 +131,6 @@ class GatherBroadcastTransfer:
         self.close()
 
     def close(self) -> None:
-        """See `OutgoingTransfer`."""
         with self._lock:
             channel, self._channel, self._prepared, self._broadcast = self._channel, None, None, None
             if self._watchdog is not None:

@@ -80,7 +80,6 @@ class ShardedTransfer:
 
     @property
     def publication(self) -> PublicationId | None:
-        """See `OutgoingTransfer`."""
         prepared = self._prepared
         return prepared.publication if prepared is not None else None
 
@@ -182,7 +181,6 @@ class ShardedTransfer:
             self.close()
 
     def close(self) -> None:
-        """See `OutgoingTransfer`."""
         self._prepared = None
         self._session.leave()
         self._pipeline = None

@@ -37,11 +37,9 @@ class IncomingBroadcast:
         self._thread = threading.Thread(target=self._run, name=f"receive {request.key}", daemon=True)
 
     def begin(self) -> None:
-        """See `IncomingTransfer`."""
         self._thread.start()
 
     def wait(self, at_most_s: float | None = None) -> Received | None:
-        """See `IncomingTransfer`."""
         if not self._over.wait(at_most_s):
             return None
         if self._failure is not None:

@@ -127,7 +127,8 @@ def loader_name(name: str, model: Any) -> str:
 
 
 class EngineModel:
-    """The model in a worker of vLLM or SGLang, which has `load_weights`. It is looked at when it is first needed."""
+    """Implements `WorkerModel` in a worker of vLLM or SGLang, whose model has `load_weights`. It is looked at when it
+    is first needed."""
 
     def __init__(
         self, rank: int, get_model: Callable[[], Any], dtype: torch.dtype, *, with_tower: bool = False
@@ -142,7 +143,6 @@ class EngineModel:
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """See `WorkerModel`."""
         return {**self._own, **(self.adapter.loaded if self.adapter is not None else {})}
 
     @property
@@ -152,13 +152,11 @@ class EngineModel:
 
     @cached_property
     def loaded(self) -> Mapping[str, torch.Tensor]:
-        """See `WorkerModel`."""
         others, ignored = self._derived.names, () if self._with_tower else (TOWER,)
         return {n: tensor for n, tensor in self._own.items() if n not in others and not n.startswith(ignored)}
 
     @cached_property
     def padded(self) -> frozenset[str]:
-        """See `WorkerModel`."""
         modules = self._get_model().named_modules()
         return frozenset(f"{name}.weight" for name, module in modules if hasattr(module, "num_embeddings_padded"))
 
@@ -167,7 +165,6 @@ class EngineModel:
         return DerivedTensors(self._get_model(), self._dtype)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        """See `WorkerModel`."""
         model = self._get_model()
         return model.load_weights((loader_name(name, model), tensor) for name, tensor in tensors)
 
@@ -182,7 +179,6 @@ class EngineModel:
             raise PublicationFailed(what, "publish in the dtype that Configure answered.")
 
     def update_derived(self) -> None:
-        """See `WorkerModel`."""
         self._derived.update()
 
 

@@ -103,11 +103,9 @@ class DeltaPath:
         self._sharded = sharded
 
     def prepare(self, request: TransferRequest, rank: int) -> Prepared:
-        """See `IncomingPath`."""
         return self._sharded.prepare(request, rank)
 
     def transfer(self, request: TransferRequest, rank: int, *, shadow: bool) -> IncomingShards:
-        """See `IncomingPath`."""
 
         def receive(pipeline: ReceivePipeline, channel: MessageExchange) -> ReceivedMessages:
             exchange = ReceivingDeltas(channel, pipeline.stream)
@@ -145,18 +143,15 @@ class WeightReceiver:
         """Held by whatever begins, places or ends a transfer to this worker."""
 
     def describe(self, manifest: bytes) -> Described:
-        """See `WorkerMethods`."""
         with self._turn:
             decoded = Manifest.from_proto(weights_pb2.Manifest.FromString(manifest))
             part_of(self._model, decoded.content).check(decoded)
             return Described(self._layout.boxes(decoded).encode(), self._layout.of(decoded).untaken)
 
     def host(self) -> str:
-        """See `WorkerMethods`."""
         return host_name()
 
     def prepare(self, request: bytes) -> Prepared | None:
-        """See `WorkerMethods`."""
         with self._turn:
             self.abort()
             if (decoded := TransferRequest.decode(request, self._known_plan)) is None:
@@ -169,7 +164,6 @@ class WeightReceiver:
             return prepared
 
     def make_ready(self, shadow: bool) -> None:
-        """See `WorkerMethods`."""
         with self._turn:
             request, self._prepared = self._prepared, None
             if request is None:
@@ -178,20 +172,17 @@ class WeightReceiver:
             self._written_part = part_of(self._model, request.manifest.content)
 
     def begin(self) -> None:
-        """See `WorkerMethods`."""
         with self._turn:
             if self._incoming is None:
                 raise nothing_prepared()
             self._incoming.begin()
 
     def wait_received(self) -> Received | None:
-        """See `WorkerMethods`."""
         if (incoming := self._incoming) is None:
             raise nothing_prepared()
         return incoming.wait(WAIT_S)
 
     def place(self) -> Placed:
-        """See `WorkerMethods`."""
         with self._turn:
             incoming, self._incoming = self._incoming, None
             if incoming is None:
@@ -201,18 +192,15 @@ class WeightReceiver:
             return placed
 
     def abort(self) -> None:
-        """See `WorkerMethods`."""
         with self._turn:
             incoming, self._incoming, self._prepared = self._incoming, None, None
             if incoming is not None:
                 incoming.close()
 
     def checksums(self) -> dict[str, int]:
-        """See `WorkerMethods`."""
         return {name: checksum(parameter) for name, parameter in self._model.parameters.items()}
 
     def prepare_send(self, request: bytes, served: str) -> bytes:
-        """See `WorkerMethods`."""
         with self._turn:
             self.end_send()
             rank = self._model.rank
@@ -220,7 +208,6 @@ class WeightReceiver:
             return nccl_id(rank == 0 and self._memory_to_send.device.type == "cuda")
 
     def send(self, request: bytes) -> None:
-        """See `WorkerMethods`."""
         memory, self._memory_to_send = self._memory_to_send, None
         if memory is None:
             raise _copy_ended()
@@ -228,13 +215,11 @@ class WeightReceiver:
         self._outgoing.begin()
 
     def wait_sent(self) -> Sent | None:
-        """See `WorkerMethods`."""
         if (outgoing := self._outgoing) is None:
             raise _copy_ended()
         return outgoing.wait(WAIT_S)
 
     def end_send(self) -> None:
-        """See `WorkerMethods`."""
         outgoing, self._outgoing, self._memory_to_send = self._outgoing, None, None
         if outgoing is not None:
             outgoing.close()

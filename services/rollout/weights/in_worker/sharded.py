@@ -58,11 +58,9 @@ class IncomingShards:
         return self._thread.failure is not None
 
     def begin(self) -> None:
-        """See `IncomingTransfer`."""
         self._thread.begin()
 
     def wait(self, at_most_s: float | None = None) -> Received | None:
-        """See `IncomingTransfer`."""
         if (messages := self._thread.wait(at_most_s)) is None:
             return None
         times = messages.times
@@ -119,7 +117,6 @@ class ShardedPath:
         self._latest: IncomingShards | None = None
 
     def prepare(self, request: TransferRequest, rank: int) -> Prepared:
-        """See `IncomingPath`."""
         if request.already_joined and self._session.key != request.communicator:
             raise PublicationFailed(f"rank {rank} is not in communicator {request.communicator} any more.")
         plan = self._plan(request)
@@ -135,7 +132,6 @@ class ShardedPath:
     def transfer(
         self, request: TransferRequest, rank: int, *, shadow: bool, receive: Receive = receive_whole
     ) -> IncomingShards:
-        """See `IncomingPath`."""
         session = PublicationSession() if request.leave_after else self._session
         pipeline = self._pipeline(request, rank, shadow=shadow)
         self._latest = IncomingShards(
