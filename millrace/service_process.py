@@ -1,11 +1,23 @@
-"""What the process of every service has: the option `--version`, and a garbage collector that seldom looks."""
+"""What the process of every service has: options, `--version`, its end by an error or a signal, and a garbage collector
+that seldom looks."""
 
+import asyncio
+import contextlib
 import gc
-from typing import Annotated
+import signal
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
 
 from millrace import __version__
+from millrace.errors import MillraceError
+
+
+def option(variable: str, text: str, *names: str, **more: Any) -> Any:
+    """An option whose value may also come from the environment variable; `text` is its help. The rest is as
+    `typer.Option` takes it."""
+    return typer.Option(*names, envvar=variable, help=text, **more)
 
 
 def _print_version(asked: bool) -> None:
@@ -23,6 +35,24 @@ VersionOption = Annotated[
     ),
 ]
 """Two services work together only if their protocol versions are equal."""
+
+
+@contextlib.contextmanager
+def ends_with_message(service: str) -> Iterator[None]:
+    """A MillraceError ends the process with status 1 and a line that begins with the name of the service."""
+    try:
+        yield
+    except MillraceError as error:
+        typer.echo(f"{service}: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def stop_signal() -> asyncio.Event:
+    """Is set by SIGTERM and SIGINT, on the running event loop."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
 
 
 NEW_OBJECTS = 20_000

@@ -30,7 +30,9 @@ from millrace.wire.membership import DRAINED_FILE, LIFE_FILE
 log = structlog.get_logger(__name__)
 FORKING = multiprocessing.get_context("forkserver")
 """Starts processes as "spawn" does, without their imports: nothing of the launcher's memory is in them."""
-
+RESTARTS = Restarts(limit=3, window_s=600.0, first_wait_s=0.1, longest_wait_s=1.0)
+"""Processes that fail more often before they have joined the fleet end the launcher. The program that started it
+decides then."""
 
 LOOK_S = 0.5
 """How often the launcher looks whether its processes show life."""

@@ -2,43 +2,16 @@
 
 import asyncio
 import os
-import signal
 from typing import TYPE_CHECKING
 
 import typer
 
-from millrace.errors import InvalidState, MillraceError
-from millrace.service_process import VersionOption, collect_rarely
+from millrace.errors import InvalidState
+from millrace.service_process import VersionOption, collect_rarely, ends_with_message, stop_signal
 from millrace.telemetry import logs
 from millrace.telemetry.spans import export
 from millrace.wire.address import InsecureOption, require_protection
-from services.coordinator.options import (
-    STATE,
-    AutoscaleOption,
-    BudgetOption,
-    DeleteCheckpointsOption,
-    DownOption,
-    GrpcHostOption,
-    GrpcPortOption,
-    HeartbeatOption,
-    HttpHostOption,
-    HttpPortOption,
-    JobsPerUserOption,
-    KeepDaysOption,
-    KeepJobsOption,
-    LeaseOption,
-    LostOption,
-    PreemptOption,
-    PriceOption,
-    RedisOption,
-    ScalerOption,
-    ShareOption,
-    StalledOption,
-    StateOption,
-    UpOption,
-    WebhookKeyOption,
-    WebhookOption,
-)
+from services.coordinator import options
 from services.coordinator.state.member import Patience
 
 if TYPE_CHECKING:
@@ -52,31 +25,31 @@ KEPT_JOBS = 1000
 
 @app.command()
 def main(
-    http_host: HttpHostOption = "127.0.0.1",
-    http_port: HttpPortOption = 7700,
-    grpc_host: GrpcHostOption = "127.0.0.1",
-    grpc_port: GrpcPortOption = 7600,
-    state_dir: StateOption = STATE,
-    redis_url: RedisOption = "",
-    heartbeat_s: HeartbeatOption = 1.0,
-    lost_after_s: LostOption = 5.0,
-    lease_s: LeaseOption = 3.0,
+    http_host: options.HttpHostOption = "127.0.0.1",
+    http_port: options.HttpPortOption = 7700,
+    grpc_host: options.GrpcHostOption = "127.0.0.1",
+    grpc_port: options.GrpcPortOption = 7600,
+    state_dir: options.StateOption = options.STATE,
+    redis_url: options.RedisOption = "",
+    heartbeat_s: options.HeartbeatOption = 1.0,
+    lost_after_s: options.LostOption = 5.0,
+    lease_s: options.LeaseOption = 3.0,
     insecure: InsecureOption = False,
-    keep_jobs: KeepJobsOption = KEPT_JOBS,
-    keep_jobs_days: KeepDaysOption = 0.0,
-    delete_checkpoints: DeleteCheckpointsOption = False,
-    autoscale: AutoscaleOption = "",
-    scaler: ScalerOption = "local",
-    replica_price: PriceOption = 0.0,
-    replica_budget: BudgetOption = 0.0,
-    scale_up_s: UpOption = 30.0,
-    scale_down_s: DownOption = 300.0,
-    jobs_per_user: JobsPerUserOption = 0,
-    preempt_after_s: PreemptOption = 0.0,
-    share_replicas_s: ShareOption = 0.0,
-    webhook: WebhookOption = "",
-    webhook_key: WebhookKeyOption = "",
-    stalled_after_s: StalledOption = 3600.0,
+    keep_jobs: options.KeepJobsOption = KEPT_JOBS,
+    keep_jobs_days: options.KeepDaysOption = 0.0,
+    delete_checkpoints: options.DeleteCheckpointsOption = False,
+    autoscale: options.AutoscaleOption = "",
+    scaler: options.ScalerOption = "local",
+    replica_price: options.PriceOption = 0.0,
+    replica_budget: options.BudgetOption = 0.0,
+    scale_up_s: options.UpOption = 30.0,
+    scale_down_s: options.DownOption = 300.0,
+    jobs_per_user: options.JobsPerUserOption = 0,
+    preempt_after_s: options.PreemptOption = 0.0,
+    share_replicas_s: options.ShareOption = 0.0,
+    webhook: options.WebhookOption = "",
+    webhook_key: options.WebhookKeyOption = "",
+    stalled_after_s: options.StalledOption = 3600.0,
     version: VersionOption = False,
 ) -> None:
     """Starts the coordinator. SIGTERM and SIGINT stop it; jobs continue when it is started again."""
@@ -84,7 +57,7 @@ def main(
     from services.coordinator.process import Settings  # what it imports takes a second
     from services.coordinator.webhooks import own_webhook
 
-    try:
+    with ends_with_message("coordinator"):
         scaled = _scaling(autoscale, replica_price, replica_budget, scale_up_s, scale_down_s, scaler, share_replicas_s)
         settings = Settings(
             http_host,
@@ -108,9 +81,6 @@ def main(
         collect_rarely()
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_until_signalled(settings))
-    except MillraceError as error:
-        typer.echo(f"coordinator: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 def _scaling(
@@ -133,10 +103,7 @@ def _scaling(
 async def _until_signalled(settings: "Settings") -> None:
     from services.coordinator.process import Coordinator
 
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await Coordinator(settings).run(stop)
+    await Coordinator(settings).run(stop_signal())
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:

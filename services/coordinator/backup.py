@@ -14,8 +14,9 @@ from typing import Annotated
 
 import typer
 
-from millrace.errors import InvalidState, MillraceError
+from millrace.errors import InvalidState
 from millrace.local.folders import new_private_folder
+from millrace.service_process import ends_with_message
 from services.coordinator.options import STATE, RedisOption, StateOption
 from services.coordinator.redis_server import RedisServer, locked
 from services.coordinator.stages.checkpoint_copies import Copies
@@ -89,11 +90,8 @@ def _tell(manifest: Manifest) -> None:
 
 
 def _run(url: str, state: Path, work: Callable[[Store], Awaitable[None]], *, alone: bool) -> None:
-    try:
+    with ends_with_message("backup"):
         asyncio.run(_with_store(url, state, work, alone=alone))
-    except MillraceError as error:
-        typer.echo(f"backup: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 async def _with_store(url: str, state: Path, work: Callable[[Store], Awaitable[None]], *, alone: bool) -> None:

@@ -9,7 +9,6 @@ import fcntl
 import importlib.util
 import os
 import shutil
-import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -22,8 +21,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from millrace.errors import InvalidState, MillraceError, Unavailable
+from millrace.errors import InvalidState, Unavailable
 from millrace.local.folders import new_private_folder, private_folder, socket_in
+from millrace.service_process import ends_with_message, stop_signal
 from millrace.telemetry import logs
 from services.coordinator.options import STATE, StateOption
 from services.coordinator.store.connection import is_closed_transport
@@ -223,18 +223,13 @@ def locked(path: Path) -> Iterator[None]:
 @app.command()
 def main(state_dir: StateOption = STATE) -> None:
     """Runs the Redis of the state folder until SIGTERM or SIGINT, for coordinators with its socket in REDIS_URL."""
-    try:
+    with ends_with_message("redis"):
         logs.configure("redis")
         asyncio.run(_until_signalled(state_dir.expanduser()))
-    except MillraceError as error:
-        typer.echo(f"redis: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 async def _until_signalled(state: Path) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_signal()
     new_private_folder(state)
     with locked(state / "lock"):
         server = RedisServer(state / "redis")

@@ -4,22 +4,29 @@ from typing import Annotated
 
 import typer
 
-from millrace.engines import ENGINE_NAMES
-from millrace.service_process import VersionOption
+from millrace.service_process import VersionOption, option
 from millrace.spec.pool import ROLLOUT
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsPortOption
 from millrace.wire.address import CoordinatorOption, HostOption, InsecureOption, advertise
 from millrace.wire.membership import PartitionOption, work_in
-from services.rollout.nodes.place import NODE_LOST_S, LeaderOption, NodeLostOption, NodeRankOption, NodesOption
+from services.rollout.nodes.place import (
+    NODE_LOST_S,
+    EngineOption,
+    LeaderOption,
+    NodeLostOption,
+    NodeRankOption,
+    NodesOption,
+    PortOption,
+)
 
 SessionsPortOption = Annotated[
     int,
-    typer.Option(
-        envvar="MILLRACE_SESSIONS_PORT",
+    option(
+        "MILLRACE_SESSIONS_PORT",
+        "Port of its HTTP endpoint, for sessions of agents or replies of a pool; 0: a free port, which "
+        "`millrace fleet` tells.",
         min=0,
         max=65_535,
-        help="Port of its HTTP endpoint, for sessions of agents or replies of a pool; 0: a free port, which "
-        "`millrace fleet` tells.",
     ),
 ]
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -28,23 +35,17 @@ app = typer.Typer(pretty_exceptions_enable=False)
 @app.command()
 def main(
     coordinator: CoordinatorOption,
-    engine: Annotated[str, typer.Option(envvar="MILLRACE_ENGINE", help=f"One of {', '.join(ENGINE_NAMES)}.")] = "vllm",
+    engine: EngineOption = "vllm",
     host: HostOption = "",
-    port: Annotated[
-        int, typer.Option(envvar="MILLRACE_PORT", help="Port of the replica's gRPC server; 0: a free port.")
-    ] = 0,
+    port: PortOption = 0,
     patience_s: Annotated[
-        float, typer.Option(envvar="MILLRACE_PATIENCE_S", help="Seconds without a coordinator until the replica ends.")
+        float, option("MILLRACE_PATIENCE_S", "Seconds without a coordinator until the replica ends.")
     ] = 900.0,
-    drain_s: Annotated[
-        float, typer.Option(envvar="MILLRACE_DRAIN_S", help="Seconds to finish its leases when it is stopped.")
-    ] = 600.0,
+    drain_s: Annotated[float, option("MILLRACE_DRAIN_S", "Seconds to finish its leases when it is stopped.")] = 600.0,
     stall_s: Annotated[
-        float, typer.Option(envvar="MILLRACE_STALL_S", min=0.1, help="Seconds that the engine may take for one batch.")
+        float, option("MILLRACE_STALL_S", "Seconds that the engine may take for one batch.", min=0.1)
     ] = 300.0,
-    pool: Annotated[
-        str, typer.Option(envvar="MILLRACE_POOL", help="Pool that it scores for; `rollout`: it generates.")
-    ] = ROLLOUT,
+    pool: Annotated[str, option("MILLRACE_POOL", "Pool that it scores for; `rollout`: it generates.")] = ROLLOUT,
     partition: PartitionOption = "",
     nodes: NodesOption = 1,
     node_rank: NodeRankOption = 0,
@@ -52,9 +53,9 @@ def main(
     node_lost_s: NodeLostOption = NODE_LOST_S,
     admit_by_cache: Annotated[
         bool,
-        typer.Option(
-            envvar="MILLRACE_ADMIT_BY_CACHE",
-            help="Hold back episodes of several turns while the engine's cache is too small for all that are open.",
+        option(
+            "MILLRACE_ADMIT_BY_CACHE",
+            "Hold back episodes of several turns while the engine's cache is too small for all that are open.",
         ),
     ] = True,
     metrics_port: MetricsPortOption = 0,

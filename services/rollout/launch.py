@@ -6,43 +6,35 @@ A replica that ends is started again, within a second, from a process that has i
 This process imports no torch. SIGTERM and SIGINT are passed on to the replica, which drains.
 """
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.context import ForkServerProcess
-from typing import Annotated
 
 import typer
 
-from millrace.engines import ENGINE_NAMES, ENGINES
+from millrace.engines import ENGINES
 from millrace.errors import MillraceError
-from millrace.local.launcher import FORKING, Launcher, fork_from
-from millrace.local.lives import Restarts
+from millrace.local.launcher import FORKING, RESTARTS, Launcher, fork_from
 from millrace.local.ports import free_port
-from millrace.service_process import VersionOption
+from millrace.service_process import VersionOption, ends_with_message
 from millrace.telemetry import logs
 from millrace.wire import last_words
 from millrace.wire.address import HostOption, InsecureOption, advertise, bind_address, host_address, require_protection
 from services.rollout.engines import probe
-from services.rollout.nodes.place import LeaderOption, NodeRankOption, NodesOption, Place
+from services.rollout.nodes.place import EngineOption, LeaderOption, NodeRankOption, NodesOption, Place, PortOption
 
 PRELOADED = ["services.rollout.__main__", "services.rollout.process"]
 """What is imported before a replica is forked, after what its engine's descriptor names. None of it starts a thread or
 CUDA."""
-RESTARTS = Restarts(limit=3, window_s=600.0, first_wait_s=0.1, longest_wait_s=1.0)
-"""A replica that ends more often before it has joined the fleet ends the launcher. The program that started the
-launcher decides then."""
 app = typer.Typer(pretty_exceptions_enable=False)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def main(
     context: typer.Context,
-    engine: Annotated[str, typer.Option(envvar="MILLRACE_ENGINE", help=f"One of {', '.join(ENGINE_NAMES)}.")] = "vllm",
+    engine: EngineOption = "vllm",
     host: HostOption = "",
-    port: Annotated[
-        int, typer.Option(envvar="MILLRACE_PORT", help="Port of the replica's gRPC server; 0: a free port.")
-    ] = 0,
+    port: PortOption = 0,
     nodes: NodesOption = 1,
     node_rank: NodeRankOption = 0,
     leader: LeaderOption = "",
@@ -52,15 +44,12 @@ def main(
     """Runs a replica, and starts it again when it ends. Takes all options of `python -m services.rollout`."""
     advertise(host)
     logs.configure("rollout", "launcher")
-    try:
+    with ends_with_message("rollout"):
         require_protection(bind_address(host_address()), insecure=insecure)
         found = probe(engine)
         if not found.ok:
             raise MillraceError(f"engine {engine} cannot run here: {found.why}")
         place = Place.of(engine, nodes, node_rank, leader)
-    except MillraceError as error:
-        print(f"rollout: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     fork_from(*ENGINES[engine].preloaded, *PRELOADED)
     # The port is the same in every life: the coordinator removes a dead replica as soon as another one has its address.
     options = ["--engine", engine, *(["--insecure"] if insecure else [])]

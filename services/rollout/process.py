@@ -15,11 +15,7 @@ from millrace.service_process import collect_rarely
 from millrace.spec.pool import ROLLOUT
 from millrace.telemetry import logs
 from millrace.telemetry.spans import export
-from millrace.wire.address import (
-    bind_address,
-    host_address,
-    require_protection,
-)
+from millrace.wire.address import bind_address, host_address, require_protection
 from millrace.wire.channel import Peer
 from services.rollout.engines import probe
 from services.rollout.engines.lifeline import kill_descendants
@@ -27,10 +23,7 @@ from services.rollout.member.process import Ending, MemberProcess, Reached, sign
 from services.rollout.nodes.follower import follow
 from services.rollout.nodes.leader import Leader, meet
 from services.rollout.nodes.leader import servicers as nodes_servicers
-from services.rollout.nodes.place import (
-    Place,
-    set_network_environment,
-)
+from services.rollout.nodes.place import Place, set_network_environment
 from services.rollout.pools.replica import PoolReplica
 from services.rollout.pools.service import check_pool_option
 from services.rollout.pools.service import serve as serve_pool
@@ -40,19 +33,6 @@ from services.rollout.sessions.server import SessionServer
 from services.rollout.work.leases import Leases
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Options:
-    reached: Reached
-    engine: str
-    engine_release: str
-    stall_s: float
-    place: Place | None
-    """Which node of the replica this process is; None for a replica on one host."""
-    node_lost_s: float
-    pool: str
-    admit_by_cache: bool
 
 
 @dataclass(frozen=True)
@@ -100,37 +80,27 @@ def start(given: Given) -> NoReturn:
             given.patience_s,
             given.drain_s,
         )
-        options = Options(
-            reached,
-            given.engine,
-            found.release,
-            given.stall_s,
-            place,
-            given.node_lost_s,
-            given.pool,
-            given.admit_by_cache,
-        )
     except MillraceError as error:
         print(f"rollout: {error}", file=sys.stderr)
         _end(1)
-    asyncio.run(_process(member_id, options))
+    asyncio.run(_process(member_id, given, (given.engine, found.release), place, reached))
 
 
-async def _process(member_id: MemberId, options: Options) -> NoReturn:
+async def _process(
+    member_id: MemberId, given: Given, engine: tuple[str, str], place: Place | None, reached: Reached
+) -> NoReturn:
     """Serves, and ends the process from inside the event loop: asyncio.run would wait for all of its threads, even for
-    one that never returns."""
+    one that never returns. `engine`: its name and release. `place`: which node of the replica this process is; None for
+    a replica on one host."""
     collect_rarely()
     status = 1
     try:
-        place = options.place
         if place is not None and place.rank > 0:
-            engine, reached = (options.engine, options.engine_release), options.reached
             status = await follow(place, engine, signals(), reached.patience_s, reached.drain_s)
-        elif options.pool != ROLLOUT:
-            replica = PoolReplica(member_id, options.pool, options.engine, options.engine_release)
-            status = await serve_pool(replica, options.reached)
+        elif given.pool != ROLLOUT:
+            status = await serve_pool(PoolReplica(member_id, given.pool, *engine), reached)
         else:
-            status = await _serve(member_id, options)
+            status = await _serve(member_id, given, engine, place, reached)
     except MillraceError as error:
         print(f"rollout: {error}", file=sys.stderr)
     except Exception as error:
@@ -151,13 +121,14 @@ def _end(status: int) -> NoReturn:
         os._exit(status)
 
 
-async def _serve(member_id: MemberId, options: Options) -> int:
+async def _serve(
+    member_id: MemberId, given: Given, engine: tuple[str, str], place: Place | None, reached: Reached
+) -> int:
     """Returns the exit status. Raises MillraceError if the coordinator refuses the replica."""
-    reached, software = options.reached, (options.engine, options.engine_release)
-    nodes = None if options.place is None else Leader(member_id, options.place, *software, options.node_lost_s)
+    nodes = None if place is None else Leader(member_id, place, *engine, given.node_lost_s)
     coordinator = Peer(reached.coordinator)
-    leases = Leases(coordinator, member_id, admit_by_cache=options.admit_by_cache)
-    replica = Replica(member_id, *software, leases, nodes)
+    leases = Leases(coordinator, member_id, admit_by_cache=given.admit_by_cache)
+    replica = Replica(member_id, *engine, leases, nodes)
     services = {**servicers(replica), **(nodes_servicers(nodes) if nodes is not None else {})}
     http = SessionServer(replica.sessions, reached.bind, reached.sessions_port, reached.host)
     process = MemberProcess(replica, reached, coordinator, services, replica.metrics, http)
@@ -167,7 +138,7 @@ async def _serve(member_id: MemberId, options: Options) -> int:
     watching = None if nodes is None else asyncio.create_task(nodes.watch())
     try:
         if nodes is None or await meet(nodes, replica, stops, reached.patience_s):
-            stalled = watch(replica, options.stall_s, replica.died_of)
+            stalled = watch(replica, given.stall_s, replica.died_of)
             ending = await process.live(stops, needed=[replica.leases.run()], beside=[stalled])
         else:
             ending = Ending.STOPPED

@@ -16,10 +16,9 @@ from typing import Annotated
 
 import typer
 
-from millrace.local.launcher import FORKING, Launcher, fork_from, stand_by
-from millrace.local.lives import Restarts
+from millrace.local.launcher import FORKING, RESTARTS, Launcher, fork_from, stand_by
 from millrace.local.ports import free_port
-from millrace.service_process import VersionOption
+from millrace.service_process import VersionOption, option
 from millrace.telemetry import logs
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsPortOption
 from millrace.wire import last_words
@@ -73,7 +72,7 @@ def _rank(environment: Mapping[str, str], coordinator: str, port: int, silent_s:
 
 def main(
     coordinator: CoordinatorOption,
-    ranks: Annotated[int, typer.Option(envvar="MILLRACE_RANKS", help="Number of ranks, one a GPU.", min=1)] = 1,
+    ranks: Annotated[int, option("MILLRACE_RANKS", "Number of ranks, one a GPU.", min=1)] = 1,
     port: PortOption = 0,
     host: HostOption = "",
     partition: PartitionOption = "",
@@ -99,9 +98,6 @@ def main(
 CALL_S = 11.0
 """Rank 0 shows life before each call to the coordinator: so long a call and the pause after it take that is not
 answered."""
-RESTARTS = Restarts(limit=3, window_s=600.0, first_wait_s=0.1, longest_wait_s=1.0)
-"""Ranks that fail more often before the trainer has joined the fleet end the trainer. The program that started the
-launcher decides then."""
 
 
 if __name__ == "__main__":

@@ -23,9 +23,7 @@ from millrace.errors import MillraceError
 from millrace.ids import MemberId, new_member_id
 from millrace.telemetry import logs
 from millrace.telemetry.spans import export
-from millrace.wire.address import (
-    host_address,
-)
+from millrace.wire.address import host_address
 from services.trainer.checkpoints.background_saver import BackgroundSaver
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import CommandLoop, CommandSender, ControlThread

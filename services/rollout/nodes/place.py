@@ -6,40 +6,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Self
 
-import typer
-
-from millrace.engines import ENGINES
+from millrace.engines import ENGINE_NAMES, ENGINES
 from millrace.errors import InvalidState, wrong_value
+from millrace.service_process import option
 from millrace.wire.address import host_address, interface_of
 
 LEADER_PORT = 7650
 MOST_NODES = 1024
+EngineOption = Annotated[str, option("MILLRACE_ENGINE", f"One of {', '.join(ENGINE_NAMES)}.")]
+PortOption = Annotated[int, option("MILLRACE_PORT", "Port of the replica's gRPC server; 0: a free port.")]
 NodesOption = Annotated[
-    int,
-    typer.Option(
-        envvar="MILLRACE_NODES", min=1, max=MOST_NODES, help="Number of hosts on which the replica's engine lies."
-    ),
+    int, option("MILLRACE_NODES", "Number of hosts on which the replica's engine lies.", min=1, max=MOST_NODES)
 ]
 NodeRankOption = Annotated[
     int,
-    typer.Option(
-        envvar="MILLRACE_NODE_RANK",
-        min=0,
-        max=MOST_NODES,
-        help="Number of this host among them; 0 is the replica.",
-    ),
+    option("MILLRACE_NODE_RANK", "Number of this host among them; 0 is the replica.", min=0, max=MOST_NODES),
 ]
 LeaderOption = Annotated[
-    str,
-    typer.Option(envvar="MILLRACE_LEADER", help=f"HOST[:PORT] of node 0's gRPC server; without a port: {LEADER_PORT}."),
+    str, option("MILLRACE_LEADER", f"HOST[:PORT] of node 0's gRPC server; without a port: {LEADER_PORT}.")
 ]
 NodeLostOption = Annotated[
     float,
-    typer.Option(
-        envvar="MILLRACE_NODE_LOST_S",
+    option(
+        "MILLRACE_NODE_LOST_S",
+        "Seconds of silence before the nodes count each other as lost. Node 0 decides for all.",
         min=1.0,
         max=600.0,
-        help="Seconds of silence before the nodes count each other as lost. Node 0 decides for all.",
     ),
 ]
 NODE_LOST_S = 10.0

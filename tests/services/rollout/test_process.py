@@ -112,7 +112,7 @@ WITH_A_STUCK_THREAD = """
 import asyncio, threading
 from services.rollout import __main__, process as replica
 
-async def serve(member_id, options):
+async def serve(*given):
     asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
     {ending}
 
