@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from typing import Any, TypeAlias
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -16,6 +17,8 @@ from millrace.wire.channel import OPTIONS, token
 from millrace.wire.gate import Gate, Observe, unobserved
 from millrace.wire.tls import identity
 
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+"""What gRPC tells a servicer of a call."""
 LARGEST_GROUP_BYTES = 512 << 20
 """Largest message with a group that the coordinator takes; Redis takes no larger value. 16 answers of 32,768 tokens
 with the routing of Qwen3-30B-A3B are 220 MB."""
@@ -40,9 +43,7 @@ LOGS = "millrace.v1.Logs"
 class LogsServicer(logs_pb2_grpc.LogsServicer):
     """Logs of proto/millrace/v1/logs.proto."""
 
-    async def Tail(
-        self, request: logs_pb2.TailLogRequest, context: grpc.aio.ServicerContext
-    ) -> logs_pb2.TailLogResponse:
+    async def Tail(self, request: logs_pb2.TailLogRequest, context: Context) -> logs_pb2.TailLogResponse:
         lines = [logs_pb2.LogLine(**asdict(line)) for line in TAIL.newest(request.lines)]
         return logs_pb2.TailLogResponse(lines=lines)
 

@@ -8,6 +8,7 @@ from millrace.contracts.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, work_pb
 from millrace.errors import Fenced, InvalidState, NotFound
 from millrace.ids import JobId, MemberId, PromptId
 from millrace.wire.enums import drop_of
+from millrace.wire.server import Context
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.span_store import SpanStore
@@ -24,39 +25,29 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         self._queues = queues
         self._spans = spans
 
-    async def Register(
-        self, request: fleet_pb2.RegisterRequest, context: grpc.aio.ServicerContext
-    ) -> fleet_pb2.RegisterResponse:
+    async def Register(self, request: fleet_pb2.RegisterRequest, context: Context) -> fleet_pb2.RegisterResponse:
         epoch = await self._fleet.register(request)
         patience = self._fleet.patience_now
         return fleet_pb2.RegisterResponse(
             epoch=epoch, heartbeat_s=patience.heartbeat_s, lost_after_s=patience.lost_after_s
         )
 
-    async def Heartbeat(
-        self, request: fleet_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
-    ) -> fleet_pb2.HeartbeatResponse:
+    async def Heartbeat(self, request: fleet_pb2.HeartbeatRequest, context: Context) -> fleet_pb2.HeartbeatResponse:
         member = self._fleet.heartbeat(request)
         self._spans.received(member.partition, request.spans, request.span_count)
         return fleet_pb2.HeartbeatResponse(
             epoch=self._fleet.epoch, drain=member.draining, heartbeat_s=self._fleet.patience_now.heartbeat_s
         )
 
-    async def Drain(
-        self, request: fleet_pb2.DrainRequest, context: grpc.aio.ServicerContext
-    ) -> fleet_pb2.DrainResponse:
+    async def Drain(self, request: fleet_pb2.DrainRequest, context: Context) -> fleet_pb2.DrainResponse:
         member = await self._fleet.drain(request.member_id)
         return fleet_pb2.DrainResponse(save_follows=member.trains)
 
-    async def Leave(
-        self, request: fleet_pb2.LeaveRequest, context: grpc.aio.ServicerContext
-    ) -> fleet_pb2.LeaveResponse:
+    async def Leave(self, request: fleet_pb2.LeaveRequest, context: Context) -> fleet_pb2.LeaveResponse:
         await self._fleet.leave(request.member_id, request.reason, failed=request.failed)
         return fleet_pb2.LeaveResponse()
 
-    async def FindPool(
-        self, request: fleet_pb2.FindPoolRequest, context: grpc.aio.ServicerContext
-    ) -> fleet_pb2.FindPoolResponse:
+    async def FindPool(self, request: fleet_pb2.FindPoolRequest, context: Context) -> fleet_pb2.FindPoolResponse:
         job_id = JobId(request.job_id)
         members = await self._queues.of_job(job_id).partition.find_pool(request.pool, job_id, request.wait_s)
         return fleet_pb2.FindPoolResponse(
@@ -74,16 +65,14 @@ class WorkServicer(work_pb2_grpc.WorkServicer):
         self._store = store
         self._prometheus = prometheus
 
-    async def Lease(self, request: work_pb2.LeaseRequest, context: grpc.aio.ServicerContext) -> work_pb2.LeaseResponse:
+    async def Lease(self, request: work_pb2.LeaseRequest, context: Context) -> work_pb2.LeaseResponse:
         member_id = MemberId(request.member_id)
         self._fleet.heard(member_id)
         queue = self._queues.of_member(member_id)
         leases, idle_reason = await queue.lease(member_id, request.free_samples, request.wait_s)
         return work_pb2.LeaseResponse(leases=leases, idle_reason=idle_reason)
 
-    async def Extend(
-        self, request: work_pb2.ExtendRequest, context: grpc.aio.ServicerContext
-    ) -> work_pb2.ExtendResponse:
+    async def Extend(self, request: work_pb2.ExtendRequest, context: Context) -> work_pb2.ExtendResponse:
         member_id = MemberId(request.member_id)
         self._fleet.heard(member_id)
         lost: set[tuple[str, LeaseRef]] = set()
@@ -98,9 +87,7 @@ class WorkServicer(work_pb2_grpc.WorkServicer):
         refs = [ref for ref in request.leases if (ref.job_id, LeaseRef.of(ref)) in lost]
         return work_pb2.ExtendResponse(expires_s=expires_s, lost=refs)
 
-    async def Complete(
-        self, request: work_pb2.CompleteRequest, context: grpc.aio.ServicerContext
-    ) -> work_pb2.CompleteResponse:
+    async def Complete(self, request: work_pb2.CompleteRequest, context: Context) -> work_pb2.CompleteResponse:
         member_id, job_id, lease = MemberId(request.member_id), JobId(request.ref.job_id), LeaseRef.of(request.ref)
         try:
             match request.WhichOneof("answer"):
@@ -116,17 +103,13 @@ class WorkServicer(work_pb2_grpc.WorkServicer):
             raise
         return work_pb2.CompleteResponse()
 
-    async def Release(
-        self, request: work_pb2.ReleaseRequest, context: grpc.aio.ServicerContext
-    ) -> work_pb2.ReleaseResponse:
+    async def Release(self, request: work_pb2.ReleaseRequest, context: Context) -> work_pb2.ReleaseResponse:
         for job_id, leases in _by_job(request.leases).items():
             parts = _parts(job_id, request.parts)
             await self._queues.of_job(job_id).release(MemberId(request.member_id), job_id, leases, parts)
         return work_pb2.ReleaseResponse()
 
-    async def Fetch(
-        self, request: work_pb2.FetchRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[common_pb2.Group]:
+    async def Fetch(self, request: work_pb2.FetchRequest, context: Context) -> AsyncIterator[common_pb2.Group]:
         prompts = self._store.prompts(JobId(request.job_id))
         for prompt_id in map(PromptId, request.prompt_ids):
             group = await prompts.group(prompt_id)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import structlog
@@ -16,11 +16,11 @@ from millrace.telemetry.spans.recorder import span
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans.manifest import Content
 from millrace.wire.arrays import pack_tokens
+from millrace.wire.server import Context
 from services.rollout.replica import Replica
 from services.rollout.weights.receiver import PublicationReceiver
 from services.rollout.work.groups import sampling_of
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 

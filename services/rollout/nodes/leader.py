@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import structlog
@@ -17,6 +17,7 @@ from millrace.local.ports import free_port
 from millrace.wire.address import host_address
 from millrace.wire.channel import PROTOCOL_VERSION
 from millrace.wire.membership import note_drained
+from millrace.wire.server import Context
 from services.rollout.engine import EngineDied
 from services.rollout.member.member import FleetMember
 from services.rollout.nodes.place import EngineStart, Place
@@ -292,9 +293,6 @@ class Leader:
 
 def _nodes(ranks: list[int]) -> str:
     return f"node{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class NodesServicer(nodes_pb2_grpc.NodesServicer):

@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 import numpy as np
@@ -15,14 +15,13 @@ from millrace.ids import JobId
 from millrace.spec.pool import LONGEST_NAME, NAME, ROLLOUT
 from millrace.wire.arrays import unpack_tokens
 from millrace.wire.channel import Peer, token
+from millrace.wire.server import Context
 from services.rollout.engine import TokenSequence
 from services.rollout.engines import create_scoring
 from services.rollout.member.member import MemberMetrics
 from services.rollout.member.process import HttpEndpoint, MemberProcess, Reached, signals
 from services.rollout.pools.endpoint import application
 from services.rollout.pools.replica import PoolReplica
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class ScoringServicer(scoring_pb2_grpc.ScoringServicer):

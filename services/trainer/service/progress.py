@@ -24,33 +24,19 @@ Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
 
-STATES = {
-    "Configure": pb.TRAINER_STATE_CONFIGURING,
-    "Load": pb.TRAINER_STATE_CONFIGURING,
-    "AddPart": pb.TRAINER_STATE_STEPPING,
-    "Step": pb.TRAINER_STATE_STEPPING,
-    "DescribeWeights": pb.TRAINER_STATE_PUBLISHING,
-    "PreparePublication": pb.TRAINER_STATE_PUBLISHING,
-    "TransferPublication": pb.TRAINER_STATE_PUBLISHING,
-    "Save": pb.TRAINER_STATE_SAVING,
-    "CopyState": pb.TRAINER_STATE_SAVING,
-    "ReceiveState": pb.TRAINER_STATE_CONFIGURING,
+WORK = {
+    "Configure": (pb.TRAINER_STATE_CONFIGURING, SpanKind.CONFIGURE),
+    "Load": (pb.TRAINER_STATE_CONFIGURING, SpanKind.CONFIGURE),
+    "AddPart": (pb.TRAINER_STATE_STEPPING, SpanKind.TRAIN),
+    "Step": (pb.TRAINER_STATE_STEPPING, SpanKind.TRAIN),
+    "DescribeWeights": (pb.TRAINER_STATE_PUBLISHING, SpanKind.PREPARE),
+    "PreparePublication": (pb.TRAINER_STATE_PUBLISHING, SpanKind.PREPARE),
+    "TransferPublication": (pb.TRAINER_STATE_PUBLISHING, SpanKind.TRANSFER),
+    "Save": (pb.TRAINER_STATE_SAVING, SpanKind.CHECKPOINT),
+    "CopyState": (pb.TRAINER_STATE_SAVING, SpanKind.CHECKPOINT),
+    "ReceiveState": (pb.TRAINER_STATE_CONFIGURING, SpanKind.CONFIGURE),
 }
-"""State of the trainer while its ranks work on a call of each method."""
-
-SPANS = {
-    "Configure": SpanKind.CONFIGURE,
-    "Load": SpanKind.CONFIGURE,
-    "AddPart": SpanKind.TRAIN,
-    "Step": SpanKind.TRAIN,
-    "DescribeWeights": SpanKind.PREPARE,
-    "PreparePublication": SpanKind.PREPARE,
-    "TransferPublication": SpanKind.TRANSFER,
-    "Save": SpanKind.CHECKPOINT,
-    "CopyState": SpanKind.CHECKPOINT,
-    "ReceiveState": SpanKind.CONFIGURE,
-}
-"""The span of a call of each method on the ranks."""
+"""State of the trainer while its ranks work on a call of each method, and the span of the call."""
 
 
 class Ranks(Protocol):

@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-import grpc
 from google.protobuf.message import Message
 
 from millrace.contracts.method import Unary
@@ -20,11 +19,11 @@ from millrace.telemetry.spans.context import current
 from millrace.telemetry.spans.recorder import span
 from millrace.weights.phases import Phase, PublicationId, PublicationState
 from millrace.wire.deadlines import DEADLINES_S
+from millrace.wire.server import Context
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.commands import RanksFailed
 from services.trainer.service.progress import (
-    SPANS,
-    STATES,
+    WORK,
     CallKey,
     CallLock,
     ConfiguredJob,
@@ -100,9 +99,7 @@ class TrainerService(TrainerServicer):
         self._lock.open_to = ""
         await self._saved()
 
-    async def Configure(
-        self, request: pb.ConfigureTrainerRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ConfigureTrainerResponse:
+    async def Configure(self, request: pb.ConfigureTrainerRequest, context: Context) -> pb.ConfigureTrainerResponse:
         job = self._job
         asked = (request.job_id, request.checkpoint, request.configuration)
         if job is None or (job.job_id, job.checkpoint, job.configuration) != asked:
@@ -128,7 +125,7 @@ class TrainerService(TrainerServicer):
         self._publishing = PublicationProgress()
         return self._job
 
-    async def AddPart(self, request: pb.AddPartRequest, context: grpc.aio.ServicerContext) -> pb.AddPartResponse:
+    async def AddPart(self, request: pb.AddPartRequest, context: Context) -> pb.AddPartResponse:
         job, part = self._configured_for(request.part.job_id), request.part
         ended = job.last_step is not None and job.last_step[0] == part.step == job.version
         if ended or self._runs("Step", part.job_id, part.step):
@@ -152,7 +149,7 @@ class TrainerService(TrainerServicer):
         self._count(request.part)
         return reply
 
-    async def Step(self, request: pb.StepRequest, context: grpc.aio.ServicerContext) -> pb.StepResponse:
+    async def Step(self, request: pb.StepRequest, context: Context) -> pb.StepResponse:
         job = self._configured_for(request.job_id)
         if job.last_step is not None and job.last_step[0] == request.step == job.version:
             return job.last_step[1]
@@ -181,9 +178,7 @@ class TrainerService(TrainerServicer):
             for group in request.groups
         )
 
-    async def DescribeWeights(
-        self, request: pb.DescribeSendRequest, context: grpc.aio.ServicerContext
-    ) -> pb.DescribeSendResponse:
+    async def DescribeWeights(self, request: pb.DescribeSendRequest, context: Context) -> pb.DescribeSendResponse:
         self._configured_for(request.job_id)
         method = TrainerRpc.DescribeWeights
         key = CallKey(method.name, pb.DescribeSendResponse, (request.job_id, request.dtype))
@@ -191,9 +186,7 @@ class TrainerService(TrainerServicer):
         reason = f"another publication of {request.job_id} begins"
         return await self._take_over(key, lambda: self._on_ranks(method, request, deadline_s), reason)
 
-    async def PreparePublication(
-        self, request: pb.PrepareSendRequest, context: grpc.aio.ServicerContext
-    ) -> pb.PrepareSendResponse:
+    async def PreparePublication(self, request: pb.PrepareSendRequest, context: Context) -> pb.PrepareSendResponse:
         self._configured_for(request.publication.job_id)
         publication = PublicationId.from_proto(request.publication)
         state = self._publishing.state.advance(publication, Phase.PREPARE)
@@ -209,9 +202,7 @@ class TrainerService(TrainerServicer):
         publishing.prepared = await self._phase(publishing, method, request, DEADLINES_S[method.key])
         return publishing.prepared
 
-    async def TransferPublication(
-        self, request: pb.TransferSendRequest, context: grpc.aio.ServicerContext
-    ) -> pb.TransferSendResponse:
+    async def TransferPublication(self, request: pb.TransferSendRequest, context: Context) -> pb.TransferSendResponse:
         job = self._configured_for(request.publication.job_id)
         publication, publishing = PublicationId.from_proto(request.publication), self._publishing
         state = publishing.state.advance(publication, Phase.TRANSFER)
@@ -233,9 +224,7 @@ class TrainerService(TrainerServicer):
         self._on_sent(publishing.sent.report)
         return publishing.sent
 
-    async def FinishPublication(
-        self, request: pb.FinishSendRequest, context: grpc.aio.ServicerContext
-    ) -> pb.FinishSendResponse:
+    async def FinishPublication(self, request: pb.FinishSendRequest, context: Context) -> pb.FinishSendResponse:
         publication, publishing = PublicationId.from_proto(request.publication), self._publishing
         if not request.failure:
             for phase in (Phase.VERIFY, Phase.COMMIT):
@@ -248,7 +237,7 @@ class TrainerService(TrainerServicer):
         await asyncio.to_thread(self._sender.finish, failed=bool(request.failure))
         return pb.FinishSendResponse()
 
-    async def Save(self, request: pb.SaveRequest, context: grpc.aio.ServicerContext) -> pb.SaveResponse:
+    async def Save(self, request: pb.SaveRequest, context: Context) -> pb.SaveResponse:
         job = self._configured_for(request.job_id)
         arguments = (request.job_id, request.path, request.huggingface, job.version)
         key = CallKey("Save", pb.SaveResponse, arguments)
@@ -269,9 +258,7 @@ class TrainerService(TrainerServicer):
         self._saving = SaveProgress(key, request.job_id, request.path, answer, self._saves.outcome)
         return answer
 
-    async def FinishSave(
-        self, request: pb.FinishSaveRequest, context: grpc.aio.ServicerContext
-    ) -> pb.FinishSaveResponse:
+    async def FinishSave(self, request: pb.FinishSaveRequest, context: Context) -> pb.FinishSaveResponse:
         if self._runs("Save", request.job_id, request.path):
             await self._lock.wait_until_free()
         saving = self._saving
@@ -286,7 +273,7 @@ class TrainerService(TrainerServicer):
             await asyncio.wait([outcome])
             outcome.exception()  # FinishSave reports it
 
-    async def Load(self, request: pb.LoadRequest, context: grpc.aio.ServicerContext) -> pb.LoadResponse:
+    async def Load(self, request: pb.LoadRequest, context: Context) -> pb.LoadResponse:
         job = self._configured_for(request.job_id)
 
         async def load() -> pb.LoadResponse:
@@ -299,7 +286,7 @@ class TrainerService(TrainerServicer):
 
         return await self._lock.run(CallKey("Load", pb.LoadResponse, (request.job_id, request.path)), load)
 
-    async def CopyState(self, request: pb.CopyStateRequest, context: grpc.aio.ServicerContext) -> pb.CopyStateResponse:
+    async def CopyState(self, request: pb.CopyStateRequest, context: Context) -> pb.CopyStateResponse:
         job, method = self._configured_for(request.job_id), TrainerRpc.CopyState
         if request.version != job.version:
             what = f"version {request.version} of {job.job_id} cannot be copied: the trainer holds {job.version}."
@@ -307,9 +294,7 @@ class TrainerService(TrainerServicer):
         key = CallKey(method.name, pb.CopyStateResponse, (request.job_id, request.version, *request.receivers))
         return await self._lock.run(key, lambda: self._on_ranks(method, request, job.deadline(method.name)))
 
-    async def ReceiveState(
-        self, request: pb.ReceiveStateRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ReceiveStateResponse:
+    async def ReceiveState(self, request: pb.ReceiveStateRequest, context: Context) -> pb.ReceiveStateResponse:
         job, method = self._configured_for(request.job_id), TrainerRpc.ReceiveState
         if request.configuration != job.configuration:
             what = f"{self._member_id} holds {job.job_id} from another loading than the copy is for."
@@ -329,7 +314,7 @@ class TrainerService(TrainerServicer):
         key = CallKey(method.name, pb.ReceiveStateResponse, (request.version, request.rendezvous.key))
         return await self._lock.run(key, receive, wait=True)
 
-    async def GetStatus(self, request: pb.TrainerStatusRequest, context: grpc.aio.ServicerContext) -> pb.TrainerStatus:
+    async def GetStatus(self, request: pb.TrainerStatusRequest, context: Context) -> pb.TrainerStatus:
         job = self._job
         return pb.TrainerStatus(
             member_id=self._member_id,
@@ -347,7 +332,7 @@ class TrainerService(TrainerServicer):
         if self._failure:
             return pb.TRAINER_STATE_FAILED
         if self._lock.current is not None:
-            return STATES[self._lock.current.key.method]
+            return WORK[self._lock.current.key.method][0]
         return pb.TRAINER_STATE_READY if self._job else pb.TRAINER_STATE_IDLE
 
     def _configured_for(self, job_id: str) -> ConfiguredJob:
@@ -385,7 +370,7 @@ class TrainerService(TrainerServicer):
     async def _on_ranks(self, method: Unary[Request, Response], request: Request, deadline_s: float) -> Response:
         """Runs a command on the ranks. If the ranks cannot continue, neither can this process."""
         try:
-            with span(SPANS[method.name], detail=method.name) as working:
+            with span(WORK[method.name][1], detail=method.name) as working:
                 step = request.part if isinstance(request, pb.AddPartRequest) else request
                 if isinstance(step, pb.StepRequest) and current() is not None:
                     step.traceparent = working.context.traceparent
