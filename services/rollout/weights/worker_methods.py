@@ -5,7 +5,8 @@ and dataclasses of them, so that `worker_rpc.py` can carry them between processe
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, Protocol, Self
 
 Checksums = tuple[tuple[int, int], ...]
@@ -33,7 +34,18 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Received:
+class Figures:
+    """What one worker did, or all of them."""
+
+    @classmethod
+    def of_all(cls, workers: Sequence[Self]) -> Self:
+        """Of all workers of an engine: the largest of each number, and all that is in tuples."""
+        values = {one.name: [getattr(worker, one.name) for worker in workers] for one in fields(cls)}
+        return cls(**{name: (*chain(*of),) if isinstance(of[0], tuple) else max(of) for name, of in values.items()})
+
+
+@dataclass(frozen=True)
+class Received(Figures):
     """What one worker received, or all of them. Seconds of wall time, of the slowest worker."""
 
     checksums: Checksums
@@ -44,19 +56,9 @@ class Received:
     code_s: float = 0.0
     """Time to decode messages if only changes travel."""
 
-    @classmethod
-    def of_all(cls, workers: Sequence[Self]) -> Self:
-        """What all workers of an engine received."""
-        return cls(
-            checksums=tuple(pair for worker in workers for pair in worker.checksums),
-            wire_s=max(worker.wire_s for worker in workers),
-            checksum_s=max(worker.checksum_s for worker in workers),
-            code_s=max(worker.code_s for worker in workers),
-        )
-
 
 @dataclass(frozen=True)
-class Placed:
+class Placed(Figures):
     """How one worker put a version in place, or all of them. Each figure is that of the worker with the largest one;
     seconds are of wall time."""
 
@@ -77,19 +79,15 @@ class Placed:
     @classmethod
     def of_all(cls, workers: Sequence[Self]) -> Self:
         """How all workers of an engine put a version in place."""
-        return cls(
-            apply_s=max(worker.apply_s for worker in workers),
-            compare_s=max(worker.compare_s for worker in workers),
-            loader_tensors=max(worker.loader_tensors for worker in workers),
-            loader_bytes=max(worker.loader_bytes for worker in workers),
-            staging_bytes=max(worker.staging_bytes for worker in workers),
+        return replace(
+            super().of_all(workers),
             loader_names=max((worker.loader_names for worker in workers), key=len),
             unplaced=tuple(sorted(set.intersection(*(set(worker.unplaced) for worker in workers)))),
         )
 
 
 @dataclass(frozen=True)
-class Sent:
+class Sent(Figures):
     """What one worker sent to siblings, or all of them. Seconds of wall time, of the slowest worker."""
 
     checksums: Checksums
@@ -98,16 +96,6 @@ class Sent:
     checksum_s: float
     slot_bytes: int
     """Memory that the sending took, of the worker where it took most."""
-
-    @classmethod
-    def of_all(cls, workers: Sequence[Self]) -> Self:
-        """What all workers of an engine sent."""
-        return cls(
-            checksums=tuple(pair for worker in workers for pair in worker.checksums),
-            pack_s=max(worker.pack_s for worker in workers),
-            checksum_s=max(worker.checksum_s for worker in workers),
-            slot_bytes=max(worker.slot_bytes for worker in workers),
-        )
 
 
 class WorkerMethods(Protocol):

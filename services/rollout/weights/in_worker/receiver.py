@@ -8,6 +8,7 @@ generation is paused, by the thread that generates.
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -33,38 +34,22 @@ from services.rollout.weights.transfer_request import NO_PLAN, TransferRequest, 
 from services.rollout.weights.worker_methods import Described, Placed, Prepared, Received, Sent
 
 
-class OutgoingTransfer:
+class OutgoingTransfer(TransferThread[Sent]):
     """Everything that takes a while, the planning too, is done in its thread: the engine generates meanwhile."""
 
     def __init__(self, request: TransferRequest, rank: int, memory: Memory) -> None:
         """`memory` holds the boxes that the request names for sender `rank`."""
         self.session = PublicationSession()
-        self._request = request
-        self._rank = rank
-        self._memory = memory
-        self._thread = TransferThread(request, rank, self._send, memory.device, self.session)
+        super().__init__(request, rank, partial(_send, request, rank, memory), memory.device, self.session)
 
-    def begin(self) -> None:
-        """Starts sending and returns at once."""
-        self._thread.begin()
 
-    def wait(self, at_most_s: float | None = None) -> Sent | None:
-        """Waits for the last byte to be sent; None if it is not in time. Raises PublicationFailed if it will not
-        be."""
-        return self._thread.wait(at_most_s)
-
-    def close(self) -> None:
-        """Ends what is under way; returns once nothing reads the memory any more."""
-        self._thread.close()
-
-    def _send(self, channel: Channel) -> Sent:
-        plan = Planner().plan(self._request.manifest, self._request.layouts)
-        device = self._memory.device
-        # A new thread starts on the first GPU, whichever GPU its engine uses.
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            pipeline = SendPipeline(plan, self._rank, self._memory)
-            sums, times = pipeline.run(channel)
-        return Sent(tuple(sums.items()), times.pack_s, times.verify_s, pipeline.slot_bytes)
+def _send(request: TransferRequest, rank: int, memory: Memory, channel: Channel) -> Sent:
+    plan = Planner().plan(request.manifest, request.layouts)
+    # A new thread starts on the first GPU, whichever GPU its engine uses.
+    with torch.cuda.device(memory.device) if memory.device.type == "cuda" else nullcontext():
+        pipeline = SendPipeline(plan, rank, memory)
+        sums, times = pipeline.run(channel)
+    return Sent(tuple(sums.items()), times.pack_s, times.verify_s, pipeline.slot_bytes)
 
 
 class IncomingTransfer(Protocol):

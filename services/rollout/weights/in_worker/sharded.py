@@ -31,7 +31,7 @@ def receive_whole(pipeline: ReceivePipeline, channel: MessageExchange) -> Receiv
     return pipeline.run(channel)
 
 
-class IncomingShards:
+class IncomingShards(TransferThread[Received]):
     """See `IncomingTransfer`."""
 
     def __init__(
@@ -47,29 +47,15 @@ class IncomingShards:
         receive: Receive = receive_whole,
     ) -> None:
         self.pipeline = pipeline
-        self._request = request
         self._layout = layout
         self._model = model
         self._shadow = shadow
-        self._thread = TransferThread(request, rank, partial(receive, pipeline), pipeline.device, session)
-
-    @property
-    def failed(self) -> bool:
-        return self._thread.failure is not None
-
-    def begin(self) -> None:
-        self._thread.begin()
-
-    def wait(self, at_most_s: float | None = None) -> Received | None:
-        if (messages := self._thread.wait(at_most_s)) is None:
-            return None
-        times = messages.times
-        return Received(tuple(messages.sums.items()), times.wire_s, times.verify_s, times.code_s)
+        super().__init__(request, rank, partial(_received, receive, pipeline), pipeline.device, session)
 
     def place(self) -> Placed:
         """See `IncomingTransfer`. Without `shadow` the messages lie in place already, compared. What goes through the
         engine's loader is loaded here."""
-        manifest = self._request.manifest
+        manifest = self.request.manifest
         learned = self._layout.of(manifest)
         self._layout.being_written(manifest)
         apply_s, compare_s = self.pipeline.apply() if self._shadow else (0.0, 0.0)
@@ -80,7 +66,7 @@ class IncomingShards:
             if learned.loader_tensors:
                 part_of(self._model, manifest.content).load(iter(learned.loader_tensors.items()))
         apply_s += time.perf_counter() - began
-        self._layout.written(manifest, self._request.key)
+        self._layout.written(manifest, self.request.key)
         return Placed(
             apply_s=apply_s,
             compare_s=compare_s,
@@ -90,9 +76,11 @@ class IncomingShards:
             loader_names=self._layout.loader_names(manifest),
         )
 
-    def close(self) -> None:
-        """See `IncomingTransfer`. Returns once nothing is written any more."""
-        self._thread.close()
+
+def _received(receive: Receive, pipeline: ReceivePipeline, channel: MessageExchange) -> Received:
+    messages = receive(pipeline, channel)
+    times = messages.times
+    return Received(tuple(messages.sums.items()), times.wire_s, times.verify_s, times.code_s)
 
 
 @dataclass(frozen=True)
@@ -141,7 +129,7 @@ class ShardedPath:
 
     def _pipeline(self, request: TransferRequest, rank: int, *, shadow: bool) -> ReceivePipeline:
         plan, memory = self._plan(request), self._layout.of(request.manifest).memory
-        if self._latest is not None and self._latest.failed and memory.device.type == "cpu":
+        if self._latest is not None and self._latest.failure is not None and memory.device.type == "cpu":
             self._free()  # Gloo may still write what it was asked for before the failure
         wanted = (plan.hash, rank, shadow)
         if self._kept is None or self._kept.made_for != wanted:
