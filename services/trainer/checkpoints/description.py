@@ -3,7 +3,7 @@ anything is read."""
 
 import json
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -84,20 +84,10 @@ class Description:
     def read(cls, folder: Path) -> "Description | None":
         """The description in a checkpoint's folder; None if there is none of this format."""
         try:
-            fields = json.loads((folder / FILE).read_text())
+            found = json.loads((folder / FILE).read_text())
         except (OSError, ValueError):
             return None
-        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
             return None
-        return cls(
-            job_id=JobId(fields["job_id"]),
-            version=Version(fields["version"]),
-            updates=fields["updates"],
-            kl_coefficient=fields.get("kl_coefficient"),
-            ranks=fields["ranks"],
-            model_folder=fields.get("model_folder", ""),
-            model=fields["model"],
-            model_weights=fields.get("model_weights"),
-            adapter=fields.get("adapter"),
-            files=fields["files"],
-        )
+        older = {"kl_coefficient": None, "model_folder": ""}
+        return cls(**older | {one.name: found[one.name] for one in fields(cls) if one.name in found})

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -94,7 +94,7 @@ class Worker:
             choices.check(spec)
             load_algorithms((kind, choice.name) for kind, choice, _ in choices.chosen(spec.algorithm))
             read_from, self._copies = in_shared_memory(spec)
-        with exhausted.report_out_of_memory("loading the model", Phase.LOAD, spec, self._world.rank, self._world.size):
+        with self._loading("loading the model", spec):
             backend = build(read_from, self._world.device)
             coefficient = KlCoefficient(spec.algorithm.kl_coefficient)
             meter = MemoryMeter(spec, backend, self._world.rank, self._world.size)
@@ -207,9 +207,7 @@ class Worker:
         if job.step is not None:
             job.step.abandon()
             job.step = None
-        with exhausted.report_out_of_memory(
-            "reading a checkpoint", Phase.LOAD, job.spec, self._world.rank, self._world.size
-        ):
+        with self._loading("reading a checkpoint", job.spec):
             self._load_checkpoint(job, request.path)
         self._job = job
         return pb.LoadResponse(version=job.version)
@@ -226,9 +224,7 @@ class Worker:
         job, version = self._loaded(), Version(request.version)
         header = self._standby.receive(request.rendezvous, version, job.backend, job.spec.deadlines.save_s)
         self._job = None  # no job is loaded until the copy is in place
-        with exhausted.report_out_of_memory(
-            "putting a copy in place", Phase.LOAD, job.spec, self._world.rank, self._world.size
-        ):
+        with self._loading("putting a copy in place", job.spec):
             self._standby.put_in_place(job.backend, header)
         job.version, job.coefficient.value = version, header.kl_coefficient
         self._job = job
@@ -250,6 +246,9 @@ class Worker:
         loaded = checkpoint.load(path, job.backend)
         saved, configured = loaded.kl_coefficient, job.spec.algorithm.kl_coefficient
         job.version, job.coefficient.value = loaded.version, configured if saved is None else saved
+
+    def _loading(self, work: str, spec: JobSpec) -> AbstractContextManager[None]:
+        return exhausted.report_out_of_memory(work, Phase.LOAD, spec, self._world.rank, self._world.size)
 
     @contextmanager
     def _publishing(self, work: str) -> Iterator[LoadedJob]:

@@ -4,8 +4,9 @@ That is the batch of a step, or of a part of it."""
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import nan
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,27 +56,9 @@ class LossInputs:
     def rows_of(self, batch: MicroBatch) -> "LossInputs":
         """The rows of a micro-batch, [sequences, most sampled tokens of the micro-batch]."""
         rows, longest = list(batch.rows), max(batch.sampled_lengths)
-
-        def cut(column_bt: Tensor) -> Tensor:
-            return column_bt[rows, :longest]
-
-        def cut_if_given(column_bt: Tensor | None) -> Tensor | None:
-            return None if column_bt is None else cut(column_bt)
-
-        return LossInputs(
-            mask_bt=cut(self.mask_bt),
-            advantages_bt=cut(self.advantages_bt),
-            rollout_bt=cut(self.rollout_bt),
-            old_bt=cut_if_given(self.old_bt),
-            ref_bt=cut_if_given(self.ref_bt),
-            weights_bt=cut_if_given(self.weights_bt),
-            high_entropy_bt=cut_if_given(self.high_entropy_bt),
-            selected_bt=cut_if_given(self.selected_bt),
-            values_bt=cut_if_given(self.values_bt),
-            returns_bt=cut_if_given(self.returns_bt),
-            teacher_bt=cut_if_given(self.teacher_bt),
-            teacher_top_btk=cut_if_given(self.teacher_top_btk),
-        )
+        columns = {column.name: getattr(self, column.name) for column in fields(self)}
+        cut: dict[str, Any] = {name: None if of is None else of[rows, :longest] for name, of in columns.items()}
+        return LossInputs(**cut)
 
 
 @dataclass(frozen=True)
