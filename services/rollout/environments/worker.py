@@ -13,7 +13,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,12 +21,8 @@ from millrace.environments.registry import FIELD, load
 from millrace.environments.tools import BadTool
 from millrace.errors import InvalidJob, refused
 from millrace.rewards.outcome import BadOutcome
-from millrace.sandbox.boundaries import Missing
-from millrace.sandbox.first import Wanted
-from millrace.sandbox.launch import confine
-from millrace.sandbox.view import view
 from services.rollout.environments.host import BadReturn, Host, TooSlow
-from services.rollout.user_process.sandboxed import code_of, describe_error, left_processes, refuses, reply, take_pipes
+from services.rollout.user_process import sandboxed
 
 LONGEST_REQUEST = 64 << 20
 """Bytes of a request: a row, or a turn of the policy."""
@@ -34,27 +30,22 @@ LOOK_EVERY_S = 0.25
 
 
 def main() -> None:
-    requests, replies = take_pipes()
-    setup = json.loads(requests.readline())
-    seen = view([*code_of(setup["function"]), *map(Path, [*setup["code"], *setup["paths"]])], setup["hidden"])
-    wanted = Wanted(seen, setup["memory_mb"], setup["network"], (requests.fileno(), replies.fileno()))
-    confine(wanted, setup["parent"], setup["control"], lambda missing: _serve(setup, requests, replies, missing))
+    pipes = sandboxed.take_pipes()
+    setup = json.loads(pipes[0].readline())
+    sandboxed.confined(setup, pipes, [*sandboxed.code_of(setup["function"]), *map(Path, setup["code"])], _serve)
 
 
-def _serve(setup: Mapping[str, Any], requests: IO[bytes], replies: IO[bytes], missing: Sequence[Missing]) -> None:
-    lacking = [[each.boundary, each.reason] for each in missing]
-    if refuses(setup, lacking, replies):
-        return
+def _serve(setup: Mapping[str, Any], requests: IO[bytes], replies: IO[bytes], lacking: sandboxed.Lacking) -> None:
     try:
         host = _host(setup)
     except InvalidJob as error:
-        reply(replies, {"refused": {"what": error.what, "fix": error.fix}})
+        sandboxed.reply(replies, {"refused": {"what": error.what, "fix": error.fix}})
         return
     except BaseException as error:
         # The user's module runs here, and may raise anything.
-        reply(replies, {"failure": describe_error(error)})
+        sandboxed.reply(replies, {"failure": sandboxed.describe_error(error)})
         return
-    reply(replies, {"ready": True, "missing": lacking, "tools": host.specs})
+    sandboxed.reply(replies, {"ready": True, "missing": lacking, "tools": host.specs})
     asyncio.run(Requests(host, setup["call_s"], replies).answer_all(requests))
 
 
@@ -83,7 +74,7 @@ class Requests:
 
     def _reply(self, message: Mapping[str, Any]) -> None:
         with self._one_at_a_time, contextlib.suppress(BrokenPipeError):
-            reply(self._replies, message)
+            sandboxed.reply(self._replies, message)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Tells which request runs plain code for longer than a call may take. Others in the process wait for it, so
@@ -130,9 +121,9 @@ async def _answer(host: Host, request: Mapping[str, Any]) -> dict[str, Any]:
         return {"id": request["id"], "out_of_memory": True}
     except BaseException as error:
         # The user's class runs here, and may raise anything, SystemExit too. A call that was given up is cancelled.
-        failure = describe_error(error)
+        failure = sandboxed.describe_error(error)
     # The processes of other episodes cannot be distinguished from those that this one left.
-    return {"id": request["id"], "failure": failure, "spoiled": host.episodes <= 1 and left_processes()}
+    return {"id": request["id"], "failure": failure, "spoiled": host.episodes <= 1 and sandboxed.left_processes()}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ The functions are loaded and run inside a sandbox (`millrace.sandbox`).
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any
 
 from millrace.errors import InvalidJob
@@ -20,11 +19,7 @@ from millrace.rewards.outcome import BadOutcome, Outcome, read_outcome, read_out
 from millrace.rewards.programs import limits
 from millrace.rewards.registry import BUILT_IN, ComputeScore, load
 from millrace.rewards.term import Scope, Term
-from millrace.sandbox.boundaries import Missing
-from millrace.sandbox.first import Wanted
-from millrace.sandbox.launch import confine
-from millrace.sandbox.view import view
-from services.rollout.user_process.sandboxed import code_of, describe_error, left_processes, refuses, reply, take_pipes
+from services.rollout.user_process import sandboxed
 
 
 def outcomes(
@@ -60,21 +55,15 @@ LONGEST_DETAILS_OF_CALL = 512 << 10
 
 
 def main() -> None:
-    requests, replies = take_pipes()
-    setup = json.loads(requests.readline())
-    code = [path for term in setup["terms"] for path in code_of(term["function"])]
-    seen = view([*code, *map(Path, setup["paths"])], setup["hidden"])
+    pipes = sandboxed.take_pipes()
+    setup = json.loads(pipes[0].readline())
+    code = [path for term in setup["terms"] for path in sandboxed.code_of(term["function"])]
     # `code` makes sandboxes of its own; by_data_source may name it.
     built_in = any(term["function"] in BUILT_IN for term in setup["terms"])
-    kept = (requests.fileno(), replies.fileno())
-    wanted = Wanted(seen, setup["memory_mb"], setup["network"], kept, user_namespaces=built_in)
-    confine(wanted, setup["parent"], setup["control"], lambda missing: _serve(setup, requests, replies, missing))
+    sandboxed.confined(setup, pipes, code, _serve, user_namespaces=built_in)
 
 
-def _serve(setup: Mapping[str, Any], requests: Iterable[bytes], replies: IO[bytes], missing: Sequence[Missing]) -> None:
-    lacking = [[each.boundary, each.reason] for each in missing]
-    if refuses(setup, lacking, replies):
-        return
+def _serve(setup: Mapping[str, Any], requests: Iterable[bytes], replies: IO[bytes], lacking: sandboxed.Lacking) -> None:
     limits.set_for_process(limits.CallLimits(setup["timeout_s"], setup["memory_mb"]))
     functions: list[tuple[ComputeScore, Scope]] = []
     for term in setup["terms"]:
@@ -82,20 +71,20 @@ def _serve(setup: Mapping[str, Any], requests: Iterable[bytes], replies: IO[byte
         if function is None:
             return
         functions.append((function, term["scope"]))
-    reply(replies, {"ready": True, "missing": lacking})
+    sandboxed.reply(replies, {"ready": True, "missing": lacking})
     for line in requests:
-        reply(replies, _answer(functions, line))
+        sandboxed.reply(replies, _answer(functions, line))
 
 
 def _load(term: Term, replies: IO[bytes]) -> ComputeScore | None:
     try:
         return load(term.function, term.options, term.scope, term.field)
     except InvalidJob as error:
-        reply(replies, {"refused": {"what": error.what, "fix": error.fix}})
+        sandboxed.reply(replies, {"refused": {"what": error.what, "fix": error.fix}})
     except BaseException as error:
         # The user's module runs here, and may raise anything.
-        what = f"{term.field}.function: {term.function} {describe_error(error)} when it was imported."
-        reply(replies, {"refused": {"what": what, "fix": "fix its module."}})
+        what = f"{term.field}.function: {term.function} {sandboxed.describe_error(error)} when it was imported."
+        sandboxed.reply(replies, {"refused": {"what": what, "fix": "fix its module."}})
     return None
 
 
@@ -104,7 +93,7 @@ def _answer(functions: Sequence[tuple[ComputeScore, Scope]], line: bytes) -> dic
     number, (function, scope) = request.pop("id"), functions[request.pop("term")]
     start = time.perf_counter()
     scored = _score(function, scope, request)
-    if "failure" in scored and left_processes():
+    if "failure" in scored and sandboxed.left_processes():
         scored["spoiled"] = True
     return {"id": number, "seconds": time.perf_counter() - start, **scored}
 
@@ -120,7 +109,7 @@ def _score(function: ComputeScore, scope: Scope, request: Mapping[str, Any]) -> 
         return {"out_of_memory": True}
     except BaseException as error:
         # The user's function runs here, and may raise anything, SystemExit too.
-        return {"failure": describe_error(error)}
+        return {"failure": sandboxed.describe_error(error)}
 
 
 def _short_enough(details: dict[str, Any], most: int) -> dict[str, Any]:

@@ -15,11 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from millrace.sandbox.boundaries import Missing
-from millrace.sandbox.first import Wanted
-from millrace.sandbox.launch import confine
-from millrace.sandbox.view import view
-from services.rollout.user_process.sandboxed import refuses, reply, take_pipes
+from services.rollout.user_process.sandboxed import Lacking, confined, reply, take_pipes
 
 LONGEST_TAIL = 16 << 10
 """Bytes of the command's output that are kept, the last ones."""
@@ -28,18 +24,12 @@ LAST_OUTPUT = 1 << 20
 
 
 def main() -> None:
-    requests, replies = take_pipes()
-    setup = json.loads(requests.readline())
-    seen = view(map(Path, [*setup["code"], *setup["paths"]]), setup["hidden"])
-    kept = (requests.fileno(), replies.fileno(), setup["channel"])
-    wanted = Wanted(seen, setup["memory_mb"], setup["network"], kept, loopback=True)
-    confine(wanted, setup["parent"], setup["control"], lambda missing: _serve(setup, requests, replies, missing))
+    pipes = take_pipes()
+    setup = json.loads(pipes[0].readline())
+    confined(setup, pipes, map(Path, setup["code"]), _serve, setup["channel"], loopback=True)
 
 
-def _serve(setup: Mapping[str, Any], requests: Iterable[bytes], replies: IO[bytes], missing: Sequence[Missing]) -> None:
-    lacking = [[each.boundary, each.reason] for each in missing]
-    if refuses(setup, lacking, replies):
-        return
+def _serve(setup: Mapping[str, Any], requests: Iterable[bytes], replies: IO[bytes], lacking: Lacking) -> None:
     with socket.socket(fileno=setup["channel"]) as channel, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)

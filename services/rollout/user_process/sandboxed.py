@@ -4,11 +4,15 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from millrace.rewards.locate import FunctionNotFound, parse, source_file
+from millrace.sandbox.boundaries import Missing
+from millrace.sandbox.first import Wanted
+from millrace.sandbox.launch import confine
+from millrace.sandbox.view import view
 
 LONGEST_FAILURE = 500
 
@@ -23,12 +27,36 @@ def take_pipes() -> tuple[IO[bytes], IO[bytes]]:
     return requests, replies
 
 
-def refuses(setup: Mapping[str, Any], missing: Sequence[Sequence[str]], replies: IO[bytes]) -> bool:
-    """Whether the process is not to run, since it has to have every boundary and lacks some; then it is answered."""
-    if missing and setup["required"]:
-        reply(replies, {"uncontained": missing})
-        return True
-    return False
+Lacking = Sequence[Sequence[str]]
+"""Boundary and reason of each boundary that a process lacks."""
+Serve = Callable[[Mapping[str, Any], IO[bytes], IO[bytes], Lacking], None]
+"""What a process does once it is confined, from its setup and its pipes: it has to answer that it is ready, and which
+boundaries it lacks."""
+
+
+def confined(
+    setup: Mapping[str, Any],
+    pipes: tuple[IO[bytes], IO[bytes]],
+    code: Iterable[Path],
+    serve: Serve,
+    *channels: int,
+    **more: bool,
+) -> None:
+    """Goes on with `serve` inside the sandbox of the setup, which sees `code` and keeps the descriptors `channels`. If
+    the process has to have every boundary and lacks some, it answers that and ends. `more`: see `Wanted`."""
+    requests, replies = pipes
+    seen = view([*code, *map(Path, setup["paths"])], setup["hidden"])
+    kept = (requests.fileno(), replies.fileno(), *channels)
+
+    def inside(missing: Sequence[Missing]) -> None:
+        lacking = [[each.boundary, each.reason] for each in missing]
+        if lacking and setup["required"]:
+            reply(replies, {"uncontained": lacking})
+        else:
+            serve(setup, requests, replies, lacking)
+
+    wanted = Wanted(seen, setup["memory_mb"], setup["network"], kept, **more)
+    confine(wanted, setup["parent"], setup["control"], inside)
 
 
 def code_of(function: str) -> list[Path]:
