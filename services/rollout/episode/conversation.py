@@ -8,40 +8,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from services.rollout.engine import Completion, StopReason
-from services.rollout.episode.admission import Seen
 from services.rollout.episode.chat import Chat, Message
 from services.rollout.episode.episode import Trajectory
-from services.rollout.episode.growing import Growing
+from services.rollout.episode.growing import Growing, Strand
 
 
-class Conversation:
+class Conversation(Strand):
     """A conversation in progress. Its methods change it, and do nothing else."""
 
     def __init__(self, chat: Chat, messages: Sequence[Message], prompt: Sequence[int] | None = None) -> None:
         """Begins with `messages`. `prompt`: their tokens, if the engine has seen them already; None: the chat format
         makes them. Raises BadRow."""
-        self._chat = chat
+        super().__init__(chat, chat.render(messages) if prompt is None else prompt)
         self._history = list(messages)
         self._identities = [_identity(message) for message in messages]
         self._answered, self._calls = False, 0
         self._begun: list[tuple[int, int, Growing, int]] = []
         self._done: list[Trajectory] = []
-        self._growing = Growing.begun(chat.render(self._history) if prompt is None else prompt)
-
-    @property
-    def prompt(self) -> list[int]:
-        """The tokens of the next request to the engine."""
-        return self._growing.tokens
-
-    @property
-    def seen(self) -> Seen | None:
-        """See `Strand`."""
-        return self._growing.seen
-
-    @property
-    def response_tokens(self) -> int:
-        """Tokens of this trajectory after its first prompt."""
-        return self._growing.response_tokens
 
     def add(self, completion: Completion, *, calls: bool = True) -> Message:
         """Adds a turn that was sampled after `prompt`. Returns it as the environment gets it; without `calls` what
@@ -72,7 +55,7 @@ class Conversation:
         self._identities += map(_identity, messages)
         self._answered = False
         if given is None:
-            self._done.append(self._trajectory())
+            self._done += super().trajectories()
             self._growing = Growing.begun(self._chat.render(self._history))
         else:
             now.give(given)
@@ -102,11 +85,7 @@ class Conversation:
         return None
 
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """All trajectories that have turns, in order. What was added after the last turn is in none."""
-        return (*self._done, self._trajectory()) if self._growing.turns else tuple(self._done)
-
-    def _trajectory(self) -> Trajectory:
-        return self._growing.trajectory(self._chat.decode)
+        return (*self._done, *super().trajectories())
 
 
 def _identity(message: Mapping[str, Any]) -> object:

@@ -3,7 +3,7 @@ the tokens themselves extend it directly; `conversation.py` extends it by messag
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 
@@ -72,46 +72,36 @@ class Growing:
         return Trajectory(tuple(self.turns), np.array(prompt, np.int32), decode(prompt))
 
 
-class Strand(Protocol):
+class Strand:
     """Trajectories, one after the other, of which the last may grow."""
+
+    def __init__(self, chat: Chat, prompt: Sequence[int]) -> None:
+        """Begins with the tokens `prompt`."""
+        self._chat = chat
+        self._growing = Growing.begun(prompt)
 
     @property
     def prompt(self) -> list[int]:
         """The tokens of the next request to the engine."""
-
-    @property
-    def seen(self) -> Seen | None:
-        """What the engine has seen of `prompt` with the turn before; None if there was none, or it does not tell."""
-
-    @property
-    def response_tokens(self) -> int:
-        """Tokens of the trajectory that grows, after its first prompt."""
-
-    def trajectories(self) -> tuple[Trajectory, ...]:
-        """All that have turns."""
-
-
-class TokenStrand:
-    """A sequence that grows by the tokens of a client."""
-
-    def __init__(self, chat: Chat, tokens: Sequence[int]) -> None:
-        self._chat = chat
-        self._growing = Growing.begun(tokens)
-
-    @property
-    def prompt(self) -> list[int]:
-        """See `Strand`."""
         return self._growing.tokens
 
     @property
     def seen(self) -> Seen | None:
-        """See `Strand`."""
+        """What the engine has seen of `prompt` with the turn before; None if there was none, or it does not tell."""
         return self._growing.seen
 
     @property
     def response_tokens(self) -> int:
-        """See `Strand`."""
+        """Tokens of the trajectory that grows, after its first prompt."""
         return self._growing.response_tokens
+
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """All that have turns, in order. What was added after the last turn is in none."""
+        return (self._growing.trajectory(self._chat.decode),) if self._growing.turns else ()
+
+
+class TokenStrand(Strand):
+    """A sequence that grows by the tokens of a client."""
 
     def added_by(self, tokens: Sequence[int]) -> Sequence[int] | None:
         """What `tokens`, the next prompt, add to what was seen before; None if they do not begin with it."""
@@ -124,7 +114,3 @@ class TokenStrand:
     def add(self, completion: Completion) -> None:
         """Adds a turn that was sampled after `prompt`."""
         self._growing.add(completion, self._chat.decode)
-
-    def trajectories(self) -> tuple[Trajectory, ...]:
-        """See `Strand`."""
-        return (self._growing.trajectory(self._chat.decode),) if self._growing.turns else ()
