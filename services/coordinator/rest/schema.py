@@ -31,39 +31,19 @@ def inlined(schema: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-SPEC_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {"schema": inlined(JobSpec.model_json_schema())},
-            "application/yaml": {"schema": {"type": "string"}},
-        },
-    }
-}
-"""The body of a submission. The route reads the body itself, so FastAPI does not know its type."""
-CHANGES_BODY = {
-    "requestBody": {
-        "required": False,
-        "content": {
-            "application/json": {"schema": {"type": "object"}},
-            "application/yaml": {"schema": {"type": "string"}},
-        },
-    }
-}
+def _body(schema: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
+    """The body of a request, as JSON of that schema or as YAML. The routes read it themselves, so FastAPI does not know
+    its type."""
+    content = {"application/json": {"schema": schema}, "application/yaml": {"schema": {"type": "string"}}}
+    return {"requestBody": {"required": required, "content": content}}
+
+
+SPEC_BODY = _body(inlined(JobSpec.model_json_schema()))
+"""The body of a submission."""
+CHANGES_BODY = _body({"type": "object"}, required=False)
 """The body of a request to resume a job: some of the fields of its spec."""
-
-NOTES_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {"schema": Notes.model_json_schema()},
-            "application/yaml": {"schema": {"type": "string"}},
-        },
-    }
-}
+NOTES_BODY = _body(Notes.model_json_schema())
 """The body of a request to change tags and notes."""
-
-
 HEADERS = {
     401: {"WWW-Authenticate": {"required": True, "schema": {"type": "string", "const": "Bearer"}}},
     405: {
