@@ -10,8 +10,7 @@ import torch
 from millrace.errors import InvalidJob
 from millrace.rl.registry.catalogue import AlgorithmKind, find, names
 from services.trainer.algorithms import corrections
-from services.trainer.algorithms.aggregation import BatchTotals
-from services.trainer.algorithms.combining import combined, summarised
+from services.trainer.algorithms.aggregation import BatchTotals, combined, summarised
 from services.trainer.algorithms.corrections import mismatch_metrics
 from tests.rl.batches import Batch, make_batch, ragged
 

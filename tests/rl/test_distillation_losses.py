@@ -12,8 +12,7 @@ from torch import Tensor
 
 from millrace.errors import InvalidJob
 from millrace.rl.registry.catalogue import AGGREGATIONS, AlgorithmKind, find, names
-from services.trainer.algorithms.aggregation import BatchTotals
-from services.trainer.algorithms.combining import combined, summarised
+from services.trainer.algorithms.aggregation import BatchTotals, combined, summarised
 from services.trainer.algorithms.losses import distillation_loss
 from tests.rl.batches import make_batch
 from tests.services.trainer.algorithms.test_aggregation import slow as slow_aggregate

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.trainer.algorithms.combining import combined, summarised
+from services.trainer.algorithms.aggregation import combined, summarised
 from services.trainer.algorithms.losses import selected_tokens, value_loss
 from services.trainer.algorithms.tokens import pack, unpack
 from tests.rl import test_advantages as advantages

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from millrace.errors import InvalidJob
 from millrace.rl.registry.catalogue import AGGREGATIONS, AlgorithmKind, find, names
-from services.trainer.algorithms.aggregation import BatchTotals
-from services.trainer.algorithms.combining import combined, summarised
+from services.trainer.algorithms.aggregation import BatchTotals, combined, summarised
 from services.trainer.algorithms.losses import entropy_bonus, policy_loss, selected_tokens
 from services.trainer.algorithms.tokens import pack, unpack
 from tests.rl import reference_losses as reference

@@ -15,8 +15,7 @@ from torch import Tensor
 from millrace.errors import InvalidJob
 from millrace.rl.formulas.ratios import clamped, sequence_mean
 from millrace.rl.registry.catalogue import AlgorithmKind
-from services.trainer.algorithms.aggregation import BatchTotals, aggregate
-from services.trainer.algorithms.combining import Rule, rule_of
+from services.trainer.algorithms.aggregation import BatchTotals, Rule, aggregate, rule_of
 from services.trainer.algorithms.functions import call_algorithm
 
 PREFIX = "rollout_corr/"
@@ -105,7 +104,7 @@ class Corrected:
     @torch.no_grad()
     def metrics(self, totals: BatchTotals) -> dict[str, Tensor]:
         """Contributions to the metrics of a batch with these counts, scalars named `rollout_corr/*`, which combine with
-        `combining.combined`. The metrics of weights are those before they were normalised."""
+        `aggregation.combined`. The metrics of weights are those before they were normalised."""
         mask_bt, applied = self._mask_bt, self._applied
         metrics = mismatch_metrics(self._train_bt, self._rollout_bt, mask_bt, totals)
         if applied.weights is not None:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from millrace.rl.formulas.ratios import log_ratio
 from millrace.rl.registry.catalogue import AlgorithmKind, find
-from services.trainer.algorithms.aggregation import BatchTotals, aggregate
-from services.trainer.algorithms.combining import HISTOGRAM, histogram
+from services.trainer.algorithms.aggregation import HISTOGRAM, BatchTotals, aggregate, histogram
 from services.trainer.algorithms.functions import call_algorithm, errors_with_place, module_of
 
 DISTILLATION_PREFIX = "distillation/"
@@ -35,7 +34,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns this micro-batch's contribution to the loss, a scalar to minimise, and to its metrics, detached.
 
-    Contributions of all micro-batches and ranks combine with `combining.combined`.
+    Contributions of all micro-batches and ranks combine with `aggregation.combined`.
 
     logprobs_bt: float [B, T]; log-probability of each token under the policy being trained, with gradient.
     old_logprobs_bt: [B, T]; the same under the policy at the start of the step (the proximal policy). It gets no

@@ -18,9 +18,8 @@ from millrace.ids import Version
 from millrace.weights.phases import PublicationId
 from services.trainer.protocol.backend import Backend
 from services.trainer.publication import sharded
-from services.trainer.publication.delta import DeltaTransfer
 from services.trainer.publication.gather_broadcast import GatherBroadcastTransfer
-from services.trainer.publication.sharded import ShardedTransfer
+from services.trainer.publication.sharded import DeltaTransfer, ShardedTransfer
 
 
 class OutgoingTransfer(Protocol):

@@ -16,8 +16,7 @@ from millrace.telemetry.metrics import catalogue
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.histograms import ADVANTAGES, IMPORTANCE_RATIOS, Histogram, declared
 from millrace.telemetry.metrics.step.mismatch import SPLIT
-from services.trainer.algorithms.aggregation import BatchTotals
-from services.trainer.algorithms.combining import Rule, combined, rule_of, summarised
+from services.trainer.algorithms.aggregation import BatchTotals, Rule, combined, rule_of, summarised
 from services.trainer.algorithms.corrections import mismatch_metrics
 from services.trainer.algorithms.losses import DISTILLATION_PREFIX
 from services.trainer.ranks import collectives

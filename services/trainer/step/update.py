@@ -11,8 +11,7 @@ from torch import Tensor
 from millrace.errors import NonFinite
 from millrace.spec import JobSpec
 from millrace.spec.trainer import Optimizer
-from services.trainer.algorithms.aggregation import BatchTotals, rescaling
-from services.trainer.algorithms.combining import HISTOGRAM, Rule, rule_of, summarised
+from services.trainer.algorithms.aggregation import HISTOGRAM, BatchTotals, Rule, rescaling, rule_of, summarised
 from services.trainer.algorithms.losses import LOSSES
 from services.trainer.algorithms.tokens import check_finite
 from services.trainer.memory.meter import MemoryMeter

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from services.trainer.algorithms.aggregation import BatchTotals
-from services.trainer.algorithms.combining import EXTREMES, combined, summarised
+from services.trainer.algorithms.aggregation import EXTREMES, BatchTotals, combined, summarised
 from services.trainer.algorithms.corrections import mismatch_metrics, weight_metrics
 from services.trainer.algorithms.losses import ratio_metrics
 

@@ -21,8 +21,7 @@ from millrace.rl.registry.catalogue import AGGREGATIONS, AlgorithmKind, find, na
 from millrace.sequence_cost import SequenceCost
 from millrace.spec import JobSpec
 from millrace.wire.arrays import pack_logprobs, unpack_logprobs
-from services.trainer.algorithms.aggregation import BatchTotals
-from services.trainer.algorithms.combining import combined
+from services.trainer.algorithms.aggregation import BatchTotals, combined
 from services.trainer.protocol.backend import DataParallel, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.step.batch import BatchDivision, RankBatch, StepShares, TrajectoryRef
