@@ -14,7 +14,7 @@ from millrace.spec.environment import Agent, Environment
 from services.rollout.dialects.refusals import Refusals, Refused
 from services.rollout.engine import Engine, Sampling
 from services.rollout.episode.chat import Chat
-from services.rollout.episode.growing import Strand
+from services.rollout.episode.conversation import Strand
 from services.rollout.episode.slots import EpisodeSlot
 
 MOST_CHATS = 256

@@ -28,14 +28,16 @@ from services.rollout.dialects.chat_completions import ChatRequest
 from services.rollout.dialects.refusals import Refusals, Refused, anthropic_error
 from services.rollout.dialects.requests import (
     Answer,
+    Events,
     answered_or_refused,
     body_of,
     check_token,
+    event,
     key_of,
+    streamed,
     while_connected,
 )
 from services.rollout.dialects.responses import ResponsesRequest
-from services.rollout.dialects.streams import Events, event, streamed
 from services.rollout.dialects.token_endpoint import GenerateRequest
 from services.rollout.dialects.turns import SampledTurn
 from services.rollout.member.process import HttpEndpoint

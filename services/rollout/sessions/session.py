@@ -15,9 +15,8 @@ from services.rollout.dialects.refusals import Refusals, Refused
 from services.rollout.dialects.turns import SampledTurn, Speaker, TurnRequest
 from services.rollout.engine import Completion, Sampling, StopReason
 from services.rollout.episode.chat import Message
-from services.rollout.episode.conversation import Conversation
+from services.rollout.episode.conversation import Conversation, Strand, TokenStrand
 from services.rollout.episode.episode import Episode, Prompt, Trajectory
-from services.rollout.episode.growing import Strand, TokenStrand
 from services.rollout.scoring.scored import Scored
 from services.rollout.sessions.policy import ESCAPED, LARGE, Policy
 

@@ -11,9 +11,8 @@ from millrace.spec import JobSpec
 from millrace.wire.channel import Peer
 from millrace.wire.server import Server
 from services.rollout.member.process import HttpEndpoint
-from services.rollout.pools.endpoint import application
 from services.rollout.pools.replica import PoolReplica
-from services.rollout.pools.service import servicers
+from services.rollout.pools.service import application, servicers
 from tests.services.rollout.coordinator import JOB
 
 
