@@ -20,9 +20,8 @@ from millrace.wire.tls import identity, scheme
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.deletion import Retention
-from services.coordinator.jobs.placing import Placing
+from services.coordinator.jobs.placing import JobViews, Placing
 from services.coordinator.jobs.runner import run_partitions
-from services.coordinator.jobs.waiting import JobViews
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.span_store import SpanStore

@@ -40,7 +40,7 @@ from millrace.rest.webhooks import WebhookJob, WebhookKind, WebhookMessage, Webh
 from millrace.spec.schedule import Webhook
 from millrace.validation.secrets import secret, secret_of_job
 from millrace.validation.urls import check_of_job, parsed, resolved
-from services.coordinator.jobs.waiting import JobViews
+from services.coordinator.jobs.placing import JobViews
 from services.coordinator.stages.run import Shared
 from services.coordinator.state.job import ENDED, JobRecord
 from services.coordinator.store import StoreDown

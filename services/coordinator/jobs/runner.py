@@ -21,8 +21,7 @@ from millrace.ids import JobId
 from millrace.rest import JobState
 from services.coordinator.fleet.trainer import TrainerLeft, TrainerLost
 from services.coordinator.jobs.loop import train
-from services.coordinator.jobs.placing import Placing
-from services.coordinator.jobs.waiting import JobViews, WaitingEvents
+from services.coordinator.jobs.placing import JobViews, Placing, WaitingEvents
 from services.coordinator.stages.checkpoint import recover, save_before_it_leaves
 from services.coordinator.stages.checkpoint_copies import copies_done
 from services.coordinator.stages.report import report

@@ -23,7 +23,7 @@ from millrace.telemetry.metrics.prometheus.declaration import PrometheusMetric
 from millrace.telemetry.metrics.prometheus.every_service import describe_process
 from millrace.telemetry.metrics.prometheus.registry import DeclaredRegistry
 from millrace.telemetry.metrics.step.mismatch import K3_KL, K3_KL_SAME_VERSION
-from services.coordinator.observe.samples import STOPS
+from services.coordinator.observe.groups import STOPS
 from services.coordinator.state.job import ACTIVE, JobRecord
 from services.coordinator.store import Store
 

@@ -13,7 +13,7 @@ from millrace.rest.users import Role
 from millrace.spec.document import UNREADABLE, Document
 from millrace.validation.kinds import kind_of
 from services.coordinator.rest.problems import ContentTooLarge, RequestTimeout, UnsupportedMediaType
-from services.coordinator.rest.roles import Caller
+from services.coordinator.rest.users import Caller
 from services.coordinator.state.job import no_such_job
 
 MAX_BYTES = 16 << 20

@@ -17,13 +17,12 @@ from millrace.rest.webhooks import WebhookResult
 from millrace.spec.job import Notes
 from millrace.validation.mistakes import explain
 from services.coordinator.jobs.control import Control
-from services.coordinator.jobs.waiting import JobViews
+from services.coordinator.jobs.placing import JobViews
 from services.coordinator.observe import groups
 from services.coordinator.observe.events import Events
 from services.coordinator.rest import bodies
 from services.coordinator.rest.bodies import LARGEST_STEP, Id
 from services.coordinator.rest.reading import add_samples, add_series, add_spec
-from services.coordinator.rest.roles import Caller
 from services.coordinator.rest.schema import (
     BODY_ERRORS,
     CHANGES_BODY,
@@ -32,6 +31,7 @@ from services.coordinator.rest.schema import (
     Responses,
     error_responses,
 )
+from services.coordinator.rest.users import Caller
 from services.coordinator.state.job import ENDED
 from services.coordinator.store import Store
 from services.coordinator.store.records import EVENTS_KEPT

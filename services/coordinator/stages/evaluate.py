@@ -23,9 +23,8 @@ from millrace.telemetry.metrics.step.evaluation import ASKED_PROMPTS, SCORED_PRO
 from millrace.telemetry.metrics.step.timing import TESTING, TESTING_WAIT
 from millrace.telemetry.spans.kinds import SpanKind
 from services.coordinator.observe import series
-from services.coordinator.observe.evaluation import held_out, main_values
-from services.coordinator.observe.samples import samples_in
-from services.coordinator.observe.step_metrics import mean
+from services.coordinator.observe.groups import samples_in
+from services.coordinator.observe.step_metrics import held_out, main_values, mean
 from services.coordinator.stages.issue import AT_ONCE, draft, first_of
 from services.coordinator.stages.run import EVALUATING, LOOK_EVERY_S, Evaluating, Run
 from services.coordinator.stages.spans import close_groups, stage_span, step_of

@@ -13,7 +13,7 @@ from millrace.telemetry.metrics.step.batch import STALE_TRAJECTORIES
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from services.coordinator.observe import histograms, series, training_warnings
-from services.coordinator.observe.samples import samples_in
+from services.coordinator.observe.groups import samples_in
 from services.coordinator.observe.step_metrics import batch_metrics, mean, milliseconds_per_token, step_row
 from services.coordinator.stages.batch import Batch, finish, keep, shown
 from services.coordinator.stages.run import Run

@@ -20,8 +20,8 @@ from millrace.telemetry.spans.recorder import RECORDER
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.partition import Partition
 from services.coordinator.observe.events import Events
+from services.coordinator.observe.groups import samples_of
 from services.coordinator.observe.prometheus import PrometheusMetrics
-from services.coordinator.observe.samples import samples_of
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.faults import PROMPT_BUDGET
 from services.coordinator.state.group import GroupSummary, fault

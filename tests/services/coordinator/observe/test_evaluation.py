@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from millrace.ids import PromptId
 from millrace.telemetry.metrics.catalogue import check
 from millrace.telemetry.metrics.declaration import Owner
-from services.coordinator.observe.evaluation import held_out, main_values
+from services.coordinator.observe.step_metrics import held_out, main_values
 from services.coordinator.state.group import GroupSummary
 
 REWARDS = st.integers(1, 6).flatmap(

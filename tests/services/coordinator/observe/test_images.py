@@ -15,8 +15,8 @@ from millrace.contracts.v1 import common_pb2
 from millrace.errors import NotFound
 from millrace.ids import JobId
 from millrace.rest import JobState
+from services.coordinator.observe.groups import samples_of
 from services.coordinator.observe.images import ImageFiles, header, view
-from services.coordinator.observe.samples import samples_of
 from services.coordinator.state.job import JobRecord
 
 

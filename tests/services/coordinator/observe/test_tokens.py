@@ -10,7 +10,7 @@ from millrace.contracts.v1 import common_pb2, trainer_pb2
 from millrace.ids import PromptId, Purpose
 from millrace.wire.arrays import pack_floats, pack_logprobs, pack_tokens
 from services.coordinator.observe import tokens
-from services.coordinator.observe.samples import samples_in, samples_of
+from services.coordinator.observe.groups import samples_in, samples_of
 from services.coordinator.store import Store, records
 from services.coordinator.store.prompts import Prompts
 from services.coordinator.store.records import TokenRecord

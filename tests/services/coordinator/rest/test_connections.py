@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from millrace.wire import http_server
 from millrace.wire.http_server import PatientProtocol
 from services.coordinator.rest import bodies
-from services.coordinator.rest.middleware import InProgress
+from services.coordinator.rest.app import InProgress
 from services.coordinator.rest.problems import install
 
 LARGE = 32 << 20

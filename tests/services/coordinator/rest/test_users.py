@@ -14,7 +14,7 @@ from millrace.client import Client
 from millrace.errors import InvalidState, MillraceError, NotFound
 from millrace.rest.users import FLEET, Role
 from services.coordinator.rest.app import application
-from services.coordinator.rest.roles import ROLES, check_table
+from services.coordinator.rest.users import ROLES, check_table
 from tests.services.coordinator.conftest import CoordinatorProcess, running
 
 ADMIN = "the-token-of-the-services"

@@ -10,7 +10,7 @@ from millrace.drops import DropReason
 from millrace.ids import Version
 from millrace.spec.schedule import Schedule, StalenessOf
 from millrace.wire.arrays import pack_logprobs, pack_tokens
-from services.coordinator.observe.samples import samples_of
+from services.coordinator.observe.groups import samples_of
 from services.coordinator.stages.admit import is_late
 from services.coordinator.stages.batch import group_ref
 from services.coordinator.state.group import GroupSummary, Wanted, fault
