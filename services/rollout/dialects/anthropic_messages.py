@@ -10,8 +10,7 @@ from millrace.errors import wrong_value
 from millrace.validation import limits
 from services.rollout.dialects.chat_completions import calls_allowed, stops
 from services.rollout.dialects.histories import arguments_of, text_of
-from services.rollout.dialects.refusals import Refused
-from services.rollout.dialects.requests import event
+from services.rollout.dialects.requests import Refused, event
 from services.rollout.dialects.turns import SampledTurn, Speaker, TurnRequest
 from services.rollout.engine import StopReason
 from services.rollout.episode.chat import Message

@@ -9,8 +9,7 @@ from pydantic import BaseModel, Field
 from millrace.errors import wrong_value
 from millrace.validation import limits
 from services.rollout.dialects.histories import history
-from services.rollout.dialects.refusals import Refused, openai_error
-from services.rollout.dialects.requests import event
+from services.rollout.dialects.requests import Refused, event, openai_error
 from services.rollout.dialects.turns import SampledTurn, Speaker, TurnRequest
 from services.rollout.engine import Completion, StopReason
 

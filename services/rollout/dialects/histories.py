@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace.errors import Mistake, wrong_value
-from services.rollout.dialects.refusals import Refused
-from services.rollout.dialects.requests import read_json
+from services.rollout.dialects.requests import Refused, read_json
 from services.rollout.episode.chat import Message
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

@@ -27,7 +27,7 @@ from millrace.spec import JobSpec, received
 from millrace.spec.pool import PoolTask
 from millrace.validation import limits
 from millrace.wire.arrays import TokenScores
-from services.rollout.dialects.refusals import Refusals, Refused
+from services.rollout.dialects.requests import Refusals, Refused
 from services.rollout.dialects.turns import SampledTurn
 from services.rollout.engine import (
     EngineDied,

@@ -36,9 +36,10 @@ from millrace.wire.channel import Peer, token
 from millrace.wire.server import Context
 from services.rollout.dialects import chat_completions
 from services.rollout.dialects.chat_completions import ChatRequest
-from services.rollout.dialects.refusals import Refusals, Refused
 from services.rollout.dialects.requests import (
     Answer,
+    Refusals,
+    Refused,
     answered_or_refused,
     body_of,
     check_token,

@@ -13,7 +13,7 @@ from typing import Protocol
 from millrace.telemetry.metrics.declaration import Owner
 from millrace.telemetry.metrics.prometheus import sessions as names
 from millrace.telemetry.metrics.prometheus.registry import DeclaredRegistry
-from services.rollout.dialects.refusals import Refusals, Refused
+from services.rollout.dialects.requests import Refusals, Refused
 from services.rollout.sessions.session import Session
 
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 from millrace.errors import InvalidJob, wrong_value
 from millrace.spec import JobSpec
 from millrace.spec.environment import Agent, Environment
-from services.rollout.dialects.refusals import Refusals, Refused
+from services.rollout.dialects.requests import Refusals, Refused
 from services.rollout.engine import Engine, Sampling
 from services.rollout.episode.chat import Chat
 from services.rollout.episode.conversation import Strand

@@ -25,11 +25,13 @@ from millrace.wire.tls import scheme
 from services.rollout.dialects import anthropic_messages, chat_completions, responses, token_endpoint
 from services.rollout.dialects.anthropic_messages import MessagesRequest
 from services.rollout.dialects.chat_completions import ChatRequest
-from services.rollout.dialects.refusals import Refusals, Refused, anthropic_error
 from services.rollout.dialects.requests import (
     Answer,
     Events,
+    Refusals,
+    Refused,
     answered_or_refused,
+    anthropic_error,
     body_of,
     check_token,
     event,

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from millrace.contracts.v1 import common_pb2
 from millrace.errors import BadRow, MillraceError, wrong_value
 from millrace.telemetry.spans.context import current, within
-from services.rollout.dialects.refusals import Refusals, Refused
+from services.rollout.dialects.requests import Refusals, Refused
 from services.rollout.dialects.turns import SampledTurn, Speaker, TurnRequest
 from services.rollout.engine import Completion, Sampling, StopReason
 from services.rollout.episode.chat import Message

@@ -25,8 +25,7 @@ from millrace.wire.server import LARGEST_GROUP_BYTES
 from services.rollout.engine import Completion, Engine, EngineDied
 from services.rollout.episode.admission import Admission
 from services.rollout.episode.slots import Slots
-from services.rollout.work.groups import GroupGenerator
-from services.rollout.work.parts import prefixes, reported, unreported
+from services.rollout.work.groups import GroupGenerator, prefixes, reported, unreported
 
 DECREASE = 0.8
 """Part of the slots that is left after a preemption."""

@@ -26,10 +26,9 @@ from millrace.weights.transfer.pipeline import ReceivedMessages, ReceivePipeline
 from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.address import host_name
 from services.rollout.weights.in_worker.gather_broadcast import GatherBroadcastPath
-from services.rollout.weights.in_worker.model import LoadedPart, WorkerModel, part_of
+from services.rollout.weights.in_worker.model import LoadedPart, WorkerLayout, WorkerModel, part_of
 from services.rollout.weights.in_worker.sharded import IncomingShards, ShardedPath
 from services.rollout.weights.in_worker.transfer_thread import TransferThread
-from services.rollout.weights.in_worker.worker_layout import WorkerLayout
 from services.rollout.weights.transfer_request import NO_PLAN, TransferRequest, nothing_prepared
 from services.rollout.weights.worker_methods import Described, Placed, Prepared, Received, Sent
 

@@ -14,9 +14,8 @@ from millrace.weights.plans.wire_layouts import Planner
 from millrace.weights.transfer.channels.channel import MessageExchange
 from millrace.weights.transfer.pipeline import ReceivedMessages, ReceivePipeline
 from millrace.weights.transfer.session import PublicationSession
-from services.rollout.weights.in_worker.model import WorkerModel, part_of
+from services.rollout.weights.in_worker.model import WorkerLayout, WorkerModel, part_of
 from services.rollout.weights.in_worker.transfer_thread import TransferThread
-from services.rollout.weights.in_worker.worker_layout import WorkerLayout
 from services.rollout.weights.transfer_request import TransferRequest
 from services.rollout.weights.worker_methods import Placed, Prepared, Received
 

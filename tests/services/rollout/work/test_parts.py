@@ -11,7 +11,7 @@ from millrace.contracts.trajectories import assembled, within
 from millrace.contracts.v1 import common_pb2, work_pb2
 from millrace.wire.arrays import pack_logprobs, pack_tokens, unpack_logprobs, unpack_tokens
 from services.rollout.engine import Partial, Response, VersionSpan
-from services.rollout.work.parts import prefixes, reported, unreported
+from services.rollout.work.groups import prefixes, reported, unreported
 from tests.models import random_model
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.jobs import job_spec

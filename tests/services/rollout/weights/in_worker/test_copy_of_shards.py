@@ -16,9 +16,9 @@ from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Content
 from millrace.weights.transfer.store import serve_store
+from services.rollout.weights.in_worker.model import WorkerLayout
 from services.rollout.weights.in_worker.receiver import OutgoingTransfer
 from services.rollout.weights.in_worker.sharded import IncomingShards, ShardedPath
-from services.rollout.weights.in_worker.worker_layout import WorkerLayout
 from services.rollout.weights.transfer_request import TransferRequest
 from tests.services.rollout.weights.in_worker.models import LoaderModel
 from tests.shard_sender import Shards as TrainerRanks

@@ -12,8 +12,8 @@ from millrace.ids import Version
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from millrace.weights.transfer.session import PublicationSession
 from services.rollout.weights.in_worker.gather_broadcast import ComparingLoader
+from services.rollout.weights.in_worker.model import WorkerLayout
 from services.rollout.weights.in_worker.sharded import IncomingShards
-from services.rollout.weights.in_worker.worker_layout import WorkerLayout
 from services.rollout.weights.transfer_request import TransferRequest
 from tests.services.rollout.weights.in_worker.models import LoaderModel
 

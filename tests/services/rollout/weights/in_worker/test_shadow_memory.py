@@ -12,7 +12,7 @@ from millrace.ids import Version
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.manifest import Manifest, TensorInfo
 from services.rollout.weights.in_worker import sharded
-from services.rollout.weights.in_worker.worker_layout import WorkerLayout
+from services.rollout.weights.in_worker.model import WorkerLayout
 from services.rollout.weights.transfer_request import TransferRequest
 from tests.layouts import whole_layout
 from tests.services.rollout.weights.in_worker.models import LoaderModel
