@@ -1,6 +1,9 @@
-"""Enums of the contracts as Python enums, and back."""
+"""Enums of the contracts as Python enums, and back; and the fields of a message."""
 
 from collections.abc import Iterable
+from typing import Any
+
+from google.protobuf.message import Message
 
 from millrace.contracts.v1 import common_pb2, rollout_pb2
 from millrace.drops import Drop, DropReason
@@ -71,3 +74,14 @@ def drop_of(message: common_pb2.Drop) -> Drop:
 
 def drop_message(drop: Drop) -> common_pb2.Drop:
     return common_pb2.Drop(reason=DROP_REASON_NUMBERS[drop.reason], detail=drop.detail)
+
+
+def fields_of(message: Message) -> dict[str, Any]:
+    """The fields of a message by name: those that are repeated as lists, None for an optional one that is absent."""
+    found = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    for field in message.DESCRIPTOR.fields:
+        if field.is_repeated:
+            found[field.name] = list(found[field.name])
+        elif field.has_presence and not message.HasField(field.name):
+            found[field.name] = None
+    return found

@@ -8,6 +8,7 @@ from millrace.contracts.v1 import weights_pb2
 from millrace.events import MEMBERS_LISTED, MemberTransfer, PublicationDone, PublishedContent, Source
 from millrace.ids import MemberId, Version
 from millrace.weights.plans.manifest import Content
+from millrace.wire.enums import fields_of
 
 PARTS = ("gather_s", "code_s", "wire_s", "verify_s", "apply_s", "pause_s")
 """The seconds of a member of which the slowest counts."""
@@ -64,7 +65,10 @@ class PublicationReport:
             seconds=seconds,
             phases=dict(phases),
             receivers=len(reports) - 1,
-            members=[_member_transfer(report) for report in (reports[0], *slowest(reports[1:], MEMBERS_LISTED - 1))],
+            members=[
+                MemberTransfer(member=MemberId(report.member_id), **fields_of(report))
+                for report in (reports[0], *slowest(reports[1:], MEMBERS_LISTED - 1))
+            ],
         )
         return cls(done, reports)
 
@@ -123,26 +127,3 @@ def slowest(reports: Sequence[weights_pb2.MemberReport], most: int) -> Sequence[
     by_seconds = sorted(range(len(reports)), key=lambda n: -totals[n])
     chosen = [*of_parts, *(n for n in by_seconds if n not in of_parts)][:most]
     return [reports[n] for n in sorted(chosen)]
-
-
-def _member_transfer(report: weights_pb2.MemberReport) -> MemberTransfer:
-    return MemberTransfer(
-        member=MemberId(report.member_id),
-        bytes=report.bytes,
-        prepare_s=report.prepare_s,
-        gather_s=report.gather_s,
-        wire_s=report.wire_s,
-        verify_s=report.verify_s,
-        apply_s=report.apply_s,
-        pause_s=report.pause_s,
-        loader_tensors=report.loader_tensors,
-        loader_bytes=report.loader_bytes,
-        staging_bytes=report.staging_bytes,
-        mode=report.mode,
-        loader_names=list(report.loader_names),
-        sent_bytes=report.sent_bytes,
-        changed=report.changed,
-        code_s=report.code_s,
-        snapshot_bytes=report.snapshot_bytes,
-        idle_ratio=report.idle_ratio if report.HasField("idle_ratio") else None,
-    )

@@ -24,6 +24,7 @@ from millrace.drops import Drop, DropReason
 from millrace.ids import PromptId, Version
 from millrace.rewards.outcome import NOT_FINITE, fits
 from millrace.spec.schedule import StalenessOf
+from millrace.wire.enums import fields_of
 
 Details = Mapping[str, Any]
 Value = TypeVar("Value")
@@ -64,19 +65,8 @@ class Account:
     @classmethod
     def of(cls, account: common_pb2.EpisodeAccount) -> Self:
         """The account that a replica reported."""
-        ended = account.end == common_pb2.EPISODE_END_DONE
-        return cls(
-            ended,
-            account.tool_calls,
-            account.tool_failures,
-            account.tool_s,
-            account.reruns,
-            account.prefix_tokens,
-            account.cached_prefix_tokens,
-            account.held_back_s,
-            account.open_episodes,
-            account.episode_limit,
-        )
+        found = fields_of(account)
+        return cls(ended=found.pop("end") == common_pb2.EPISODE_END_DONE, **found)
 
 
 @dataclass(frozen=True)

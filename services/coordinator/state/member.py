@@ -13,6 +13,7 @@ from millrace.rest import GpuView, HostView, MemberKind, MemberState, MemberView
 from millrace.rest.fleet import DEFAULT_PARTITION
 from millrace.sandbox.boundaries import Boundary
 from millrace.spec.pool import ROLLOUT
+from millrace.wire.enums import fields_of
 from services.coordinator.state.faults import place_of
 
 KINDS = {
@@ -287,6 +288,7 @@ class Member:
         return f"{self.address.rpartition(':')[0]}:{port}" if port else ""
 
     def view(self, leases: int) -> MemberView:
+        usage = self.pulse.usage
         return MemberView(
             id=self.id,
             kind=self.kind,
@@ -308,9 +310,9 @@ class Member:
             leases=leases,
             tokens=self.pulse.tokens,
             tokens_per_s=self.pulse.tokens_per_s,
-            cache_used=optional(self.pulse.usage, "cache_used"),
-            hosts=host_views(self.pulse.usage),
-            gpus=gpu_views(self.pulse.usage),
+            cache_used=usage.cache_used if usage.HasField("cache_used") else None,
+            hosts=[HostView(**fields_of(one)) for one in usage.hosts],
+            gpus=[GpuView(**fields_of(one)) for one in usage.gpus],
             silent_s=self.silent_s,
             missing_boundaries=dict(self.configured.missing_boundaries) if self.configured else {},
             trouble=str(self.unconfigured.error) if self.unconfigured is not None else "",
@@ -322,30 +324,3 @@ def _usual_home(tree: Mapping[str, Any]) -> str:
     """The home of a member that was not handed over, from its stored fields: they name a partition that it named, with
     the exception of the default one."""
     return str(tree.get("partition", ""))
-
-
-def host_views(usage: fleet_pb2.MemberUsage) -> list[HostView]:
-    return [
-        HostView(host=one.host, process_bytes=one.process_bytes, used_bytes=one.used_bytes, size_bytes=one.size_bytes)
-        for one in usage.hosts
-    ]
-
-
-def gpu_views(usage: fleet_pb2.MemberUsage) -> list[GpuView]:
-    return [
-        GpuView(
-            host=one.host,
-            gpu=one.gpu,
-            used_bytes=one.used_bytes,
-            size_bytes=one.size_bytes,
-            busy=optional(one, "busy"),
-            power_w=optional(one, "power_w"),
-            temperature_c=optional(one, "temperature_c"),
-        )
-        for one in usage.gpus
-    ]
-
-
-def optional(message: fleet_pb2.MemberUsage | fleet_pb2.GpuUsage, name: str) -> float | None:
-    """The value of an optional number of a message; None if it is absent."""
-    return float(getattr(message, name)) if message.HasField(name) else None

@@ -6,7 +6,7 @@ holds the lease, and its idle time is the age of the lease. Entries whose holder
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -222,12 +222,7 @@ class Prompts:
         counts, reasons = await self._redis.together(*commands)
         found = Counts(**{name.decode(): int(value) for name, value in counts.items()})
         return LedgerView(
-            issued=found.issued,
-            queued=found.queued,
-            leased=found.leased,
-            generated=found.generated,
-            trained=found.trained,
-            dropped=found.dropped,
+            **asdict(found),
             reasons={DropReason(name.decode()): int(value) for name, value in reasons.items() if int(value)},
         )
 
