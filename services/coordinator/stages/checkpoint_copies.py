@@ -5,15 +5,16 @@ size and checksum. The checkpoint on the disk stays the job's; a copy is fetched
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import posixpath
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import structlog
 
@@ -50,14 +51,12 @@ class Copies:
 
     def is_complete(self, step: int) -> bool:
         """Whether the copy of this step is there. Raises CopyFailed."""
-        try:
+        with _failing(f"{self.url}/step-{step} cannot be looked at"):
             return bool(self._files.exists(self._at(step, MANIFEST)))
-        except Exception as error:  # a client of a store raises what it likes
-            raise _failed(f"{self.url}/step-{step} cannot be looked at", error) from error
 
     def write(self, step: int, folder: Path, stop: threading.Event) -> int:
         """Copies the folder, the manifest last. Answers the bytes. Raises CopyFailed."""
-        try:
+        with _failing(f"{folder} cannot be copied to {self.url}/step-{step}"):
             self.remove(step)  # what an earlier attempt left
             found = []
             for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -70,16 +69,12 @@ class Copies:
             whole = {"format": FORMAT, "step": step, "written_s": time.time(), "files": found}
             self._files.pipe_file(self._at(step, MANIFEST), json.dumps(whole).encode())
             return sum(each["bytes"] for each in found)
-        except CopyFailed:
-            raise
-        except Exception as error:
-            raise _failed(f"{folder} cannot be copied to {self.url}/step-{step}", error) from error
 
     def fetch(self, step: int, folder: Path) -> None:
         """Makes the folder of a checkpoint from its copy; it gets its name when every file has its checksum. Raises
         CopyFailed."""
         made = folder.with_name(f".{folder.name}.fetched")
-        try:
+        with _failing(f"{self.url}/step-{step} cannot be read"):
             text = self._files.cat_file(self._at(step, MANIFEST), end=LARGEST_MANIFEST)
             shutil.rmtree(made, ignore_errors=True)
             for entry in _entries(json.loads(text)):
@@ -89,43 +84,38 @@ class Copies:
                     what = f"{self.url}/step-{step}/{entry['name']} is damaged: it is not what its manifest says."
                     raise CopyFailed(what, "restore it, or continue from another checkpoint.")
             made.rename(folder)
-        except CopyFailed:
-            raise
-        except Exception as error:
-            raise _failed(f"{self.url}/step-{step} cannot be read", error) from error
 
     def remove(self, step: int) -> None:
         """Removes a copy, the manifest first. Raises CopyFailed."""
-        try:
+        with _failing(f"{self.url}/step-{step} cannot be removed"):
             if self._files.exists(self._at(step, MANIFEST)):
                 self._files.rm_file(self._at(step, MANIFEST))
             if self._files.exists(self._at(step)):
                 self._files.rm(self._at(step), recursive=True)
-        except Exception as error:
-            raise _failed(f"{self.url}/step-{step} cannot be removed", error) from error
 
     def _at(self, step: int, name: str = "") -> str:
         return posixpath.join(self._root, f"step-{step}", name).rstrip("/")
 
     def _put(self, path: Path, place: str) -> dict[str, Any]:
         """Size and checksum of what was written."""
-        digest, size = hashlib.sha256(), 0
         self._files.makedirs(posixpath.dirname(place), exist_ok=True)
         with path.open("rb") as source, self._files.open(place, "wb") as target:
-            while chunk := source.read(CHUNK):
-                digest.update(chunk)
-                size += len(chunk)
-                target.write(chunk)
-        return {"bytes": size, "sha256": digest.hexdigest()}
+            size, checksum = _copied(source, target)
+        return {"bytes": size, "sha256": checksum}
 
     def _get(self, place: str, path: Path) -> tuple[int, str]:
-        digest, size = hashlib.sha256(), 0
         with self._files.open(place, "rb") as source, path.open("wb") as target:
-            while chunk := source.read(CHUNK):
-                digest.update(chunk)
-                size += len(chunk)
-                target.write(chunk)
-        return size, digest.hexdigest()
+            return _copied(source, target)
+
+
+def _copied(source: IO[bytes], target: IO[bytes]) -> tuple[int, str]:
+    """Size and checksum of what was copied."""
+    digest, size = hashlib.sha256(), 0
+    while chunk := source.read(CHUNK):
+        digest.update(chunk)
+        size += len(chunk)
+        target.write(chunk)
+    return size, digest.hexdigest()
 
 
 def begin_copy(run: Run) -> None:
@@ -201,6 +191,14 @@ def _entries(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _failed(what: str, error: Exception) -> CopyFailed:
-    told = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-    return CopyFailed(f"{what}: {told}.", "see whether the store answers and the coordinator may write there.")
+@contextlib.contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """Raises CopyFailed for whatever fails: a client of a store raises what it likes."""
+    try:
+        yield
+    except CopyFailed:
+        raise
+    except Exception as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        fix = "see whether the store answers and the coordinator may write there."
+        raise CopyFailed(f"{what}: {told}.", fix) from error
