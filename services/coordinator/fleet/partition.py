@@ -4,15 +4,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from millrace.contracts.method import Request, Response, Unary
 from millrace.errors import InvalidState
 from millrace.ids import Epoch, JobId
 from millrace.rest import MemberKind
 from millrace.rest.fleet import DEFAULT_PARTITION
 from millrace.spec.pool import ROLLOUT
-from services.coordinator.fleet.fleet import Fleet, Gone, LastWords
-from services.coordinator.state.bell import Bell, waited
-from services.coordinator.state.member import Configured, Member, Patience, Unconfigured, Weights
+from services.coordinator.fleet.fleet import Fleet, Gone
+from services.coordinator.state.bell import waited
+from services.coordinator.state.member import Configured, Member, Unconfigured, Weights
 
 LONGEST_WAIT_S = 30.0
 """Longest wait for the replicas of a pool."""
@@ -27,19 +26,16 @@ class Partition:
     def __init__(self, fleet: Fleet, name: str = DEFAULT_PARTITION) -> None:
         self.name = name
         self._fleet = fleet
+        self.bell = fleet.bell
+        """Rings at every change of the fleet."""
+        self.patience = fleet.patience
+        self.call, self.cut, self.suspect, self.grow = fleet.call, fleet.cut, fleet.suspect, fleet.grow
+        self.on_last_words = fleet.on_last_words
+        """For members of all partitions: a dead one is in none any more."""
 
     @property
     def epoch(self) -> Epoch:
         return self._fleet.epoch
-
-    @property
-    def bell(self) -> Bell:
-        """Rings at every change of the fleet."""
-        return self._fleet.bell
-
-    @property
-    def patience(self) -> Patience:
-        return self._fleet.patience
 
     @property
     def deadlines(self) -> dict[str, float]:
@@ -55,10 +51,6 @@ class Partition:
                 await call(member, why)
 
         self._fleet.on_gone(told)
-
-    def on_last_words(self, call: LastWords) -> None:
-        """`call` is called for members of all partitions, see `Fleet.on_last_words`: a dead one is in none any more."""
-        self._fleet.on_last_words(call)
 
     def on_drain(self, call: Callable[[Member], None]) -> None:
         """`call` is called for members of this partition that drain, see `Fleet.on_drain`."""
@@ -112,23 +104,7 @@ class Partition:
         """Replicas that are configured for the job."""
         return [m for m in self.replicas if m.ready_for(job_id)]
 
-    async def call(self, member: Member, method: Unary[Request, Response], request: Request) -> Response:
-        """See `Fleet.call`."""
-        return await self._fleet.call(member, method, request)
-
     # What becomes of members.
-
-    async def cut(self, member: Member, why: str) -> None:
-        """See `Fleet.cut`."""
-        await self._fleet.cut(member, why)
-
-    async def suspect(self, member: Member) -> None:
-        """See `Fleet.suspect`."""
-        await self._fleet.suspect(member)
-
-    async def grow(self) -> None:
-        """See `Fleet.grow`."""
-        await self._fleet.grow()
 
     async def recall(self, job_id: JobId, spec: str) -> None:
         """Replicas that were configured for the job with another spec have to be configured again."""
