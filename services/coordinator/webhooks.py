@@ -138,10 +138,8 @@ class Webhooks:
         """Looks for news of jobs, and starts to send the messages about them."""
         try:
             while True:
-                try:
+                async with self._store.connection.outlasted():
                     await self._look()
-                except StoreDown:
-                    await self._store.connection.wait_until_up()
                 await asyncio.sleep(LOOK_S)
         finally:
             for task in self._sending:

@@ -15,7 +15,7 @@ from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from millrace.wire.deadlines import DEADLINES_S
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.member import KINDS, Member, Patience, Pulse
-from services.coordinator.store import Store, StoreDown
+from services.coordinator.store import Store
 
 log = structlog.get_logger(__name__)
 PROBE_S = 1.0
@@ -194,12 +194,10 @@ class Fleet:
             silent = sorted(
                 (m for m in self._members.values() if m.silent_s > m.lost_after_s), key=lambda member: member.probed_at
             )[:PROBES_AT_ONCE]
-            try:
+            async with self._store.connection.outlasted():
                 for member, why in zip(silent, await asyncio.gather(*map(self._verdict, silent)), strict=True):
                     if why and not member.gone.is_set():
                         await self._remove(member, why)
-            except StoreDown:
-                await self._store.connection.wait_until_up()
 
     async def _verdict(self, member: Member) -> str:
         """Why a silent member counts as lost; empty while it may only be busy."""

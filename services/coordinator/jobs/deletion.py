@@ -63,10 +63,8 @@ class Deletion:
     async def keep_within(self, retention: Retention) -> None:
         """Deletes what is beyond the limits, until cancelled."""
         while True:
-            try:
+            async with self._store.connection.outlasted():
                 await self.delete_beyond(retention)
-            except StoreDown:
-                await self._store.connection.wait_until_up()
             await asyncio.sleep(EVERY_S)
 
     async def delete_beyond(self, retention: Retention) -> int:

@@ -2,6 +2,7 @@
 turn it is."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +27,6 @@ from services.coordinator.state.waiting import (
     waits_for,
     waits_for_turn,
 )
-from services.coordinator.store import StoreDown
 
 
 class Placing:
@@ -169,12 +169,9 @@ class WaitingEvents:
         """Looks until it is cancelled."""
         while True:
             ring = self._components.fleet.bell.next()
-            try:
-                await self._look()
-            except StoreDown:
-                await self._components.store.connection.wait_until_up()
-            except NotFound:  # the job has ended, and was deleted since
-                pass
+            async with self._components.store.connection.outlasted():
+                with contextlib.suppress(NotFound):  # the job has ended, and was deleted since
+                    await self._look()
             if await waited(ring, LOOK_EVERY_S):
                 await asyncio.sleep(GATHER_S)
 

@@ -18,7 +18,7 @@ from millrace.telemetry.spans.kinds import LaneKind
 from millrace.telemetry.spans.recorder import RECORDER, Recorder, Span
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.state.job import JobRecord
-from services.coordinator.store import Store, StoreDown
+from services.coordinator.store import Store
 from services.coordinator.timeline.lanes import timeline
 
 log = structlog.get_logger(__name__)
@@ -73,10 +73,8 @@ class SpanStore:
         """Stores what comes, until it is cancelled."""
         while True:
             await asyncio.sleep(EVERY_S)
-            try:
+            async with self._store.connection.outlasted():
                 await self.flush()
-            except StoreDown:
-                await self._store.connection.wait_until_up()
 
     async def flush(self) -> None:
         """Stores what waits. Raises StoreDown; what was being stored is lost then."""

@@ -18,7 +18,6 @@ from services.coordinator.scaling.figures import Figures, Look
 from services.coordinator.scaling.scalers import Scaler
 from services.coordinator.stages.run import Components
 from services.coordinator.state.member import Member
-from services.coordinator.store import StoreDown
 
 log = structlog.get_logger(__name__)
 LOOK_S = 1.0
@@ -61,9 +60,8 @@ class Autoscaler:
         """Looks once a second. An error of the scaler is logged, and it is asked again later."""
         while True:
             try:
-                await self._look()
-            except StoreDown:
-                await self._components.store.connection.wait_until_up()
+                async with self._components.store.connection.outlasted():
+                    await self._look()
             except MillraceError as error:
                 log.warning("replicas cannot be scaled", pool=self._pool, error=str(error))
                 await asyncio.sleep(FIRST_RETRY_S)

@@ -24,7 +24,6 @@ from services.coordinator.scaling.figures import Figures
 from services.coordinator.stages.run import Components, Shared
 from services.coordinator.state.job import JobRecord
 from services.coordinator.state.member import Member
-from services.coordinator.store import StoreDown
 
 log = structlog.get_logger(__name__)
 MEASURED = 10.0
@@ -127,10 +126,8 @@ class Sharing:
     async def run(self) -> None:
         """Looks once a second."""
         while True:
-            try:
+            async with self.shared.store.connection.outlasted():
                 await self._look()
-            except StoreDown:
-                await self.shared.store.connection.wait_until_up()
             await asyncio.sleep(LOOK_S)
 
     async def _look(self) -> None:

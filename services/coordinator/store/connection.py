@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -246,6 +246,14 @@ class Connection:
         while not await self.up():
             await asyncio.sleep(pause_s)
             pause_s = min(2.0, pause_s * 2)
+
+    @contextlib.asynccontextmanager
+    async def outlasted(self) -> AsyncIterator[None]:
+        """What is done inside is given up if Redis is down; this waits until it is up again."""
+        try:
+            yield
+        except StoreDown:
+            await self.wait_until_up()
 
     async def usage(self) -> Usage | None:
         """What Redis uses; None if it does not say: hosted ones forbid the question. Raises StoreDown."""

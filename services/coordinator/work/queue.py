@@ -28,7 +28,7 @@ from services.coordinator.state.group import GroupSummary, fault
 from services.coordinator.state.job import ENDED
 from services.coordinator.state.lease import LeaseRef
 from services.coordinator.state.member import Member
-from services.coordinator.store import Prompts, Store, StoreDown
+from services.coordinator.store import Prompts, Store
 from services.coordinator.store.prompts import NO_PARTS
 from services.coordinator.work.line import Line
 from services.coordinator.work.terms import BEHIND, EMPTY, LeaseTerms, Offer, RunningJob
@@ -240,13 +240,11 @@ class Queue:
         begun = math.inf
         while True:
             await asyncio.sleep(EXPIRE_EVERY_S)
-            try:
+            async with self._store.connection.outlasted():
                 if job := self.running_job:
                     begun, now = min(begun, time.monotonic()), time.monotonic()
                     if now - max(begun, self._store.connection.up_since) >= job.terms.lease_s:
                         await self._expire_now(job)
-            except StoreDown:
-                await self._store.connection.wait_until_up()
 
     async def _expire_now(self, job: RunningJob) -> None:
         job_id = job.weights.job_id
