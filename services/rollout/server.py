@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import grpc
 import structlog
 
-from millrace.contracts.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, work_pb2
+from millrace.contracts.v1 import rollout_pb2 as pb
+from millrace.contracts.v1 import rollout_pb2_grpc, trainer_pb2, work_pb2
 from millrace.errors import BadRow, InvalidJob, MillraceError
 from millrace.ids import JobId
 from millrace.telemetry.spans.kinds import SpanKind
@@ -32,53 +33,41 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self._replica = replica
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def Configure(
-        self, request: rollout_pb2.ConfigureRolloutRequest, context: Context
-    ) -> rollout_pb2.ConfigureRolloutResponse:
+    async def Configure(self, request: pb.ConfigureRolloutRequest, context: Context) -> pb.ConfigureRolloutResponse:
         with span(SpanKind.CONFIGURE):
             return await self._to_its_end(self._replica.configure(JobId(request.job_id), request.spec))
 
-    async def DescribeWeights(
-        self, request: rollout_pb2.DescribeReceiveRequest, context: Context
-    ) -> rollout_pb2.DescribeReceiveResponse:
+    async def DescribeWeights(self, request: pb.DescribeReceiveRequest, context: Context) -> pb.DescribeReceiveResponse:
         return await self._to_its_end(self._replica.describe(request))
 
     async def PreparePublication(
-        self, request: rollout_pb2.PrepareReceiveRequest, context: Context
-    ) -> rollout_pb2.PrepareReceiveResponse:
+        self, request: pb.PrepareReceiveRequest, context: Context
+    ) -> pb.PrepareReceiveResponse:
         receiver = self._replica.receiver(request.publication.job_id)
         with span(SpanKind.PREPARE):
             agreed = await self._to_its_end(receiver.agree_on_plan(request))
-        return rollout_pb2.PrepareReceiveResponse(
-            plan_hash=agreed.plan_hash, begun=agreed.begun, lacks_base=agreed.lacks_base
-        )
+        return pb.PrepareReceiveResponse(plan_hash=agreed.plan_hash, begun=agreed.begun, lacks_base=agreed.lacks_base)
 
     async def TransferPublication(
-        self, request: rollout_pb2.TransferReceiveRequest, context: Context
-    ) -> rollout_pb2.TransferReceiveResponse:
+        self, request: pb.TransferReceiveRequest, context: Context
+    ) -> pb.TransferReceiveResponse:
         receiver = self._replica.receiver(request.publication.job_id)
         await self._to_its_end(receiver.transfer(PublicationId.from_proto(request.publication)))
-        return rollout_pb2.TransferReceiveResponse()
+        return pb.TransferReceiveResponse()
 
-    async def VerifyPublication(
-        self, request: rollout_pb2.VerifyReceiveRequest, context: Context
-    ) -> rollout_pb2.VerifyReceiveResponse:
+    async def VerifyPublication(self, request: pb.VerifyReceiveRequest, context: Context) -> pb.VerifyReceiveResponse:
         return await self._to_its_end(_verify(self._replica.receiver(request.publication.job_id), request))
 
-    async def CommitPublication(
-        self, request: rollout_pb2.CommitReceiveRequest, context: Context
-    ) -> rollout_pb2.CommitReceiveResponse:
+    async def CommitPublication(self, request: pb.CommitReceiveRequest, context: Context) -> pb.CommitReceiveResponse:
         receiver = self._replica.receiver(request.publication.job_id)
         with span(SpanKind.COMMIT):
             report = await self._to_its_end(receiver.commit(PublicationId.from_proto(request.publication)))
-        return rollout_pb2.CommitReceiveResponse(report=report)
+        return pb.CommitReceiveResponse(report=report)
 
-    async def AbortPublication(
-        self, request: rollout_pb2.AbortReceiveRequest, context: Context
-    ) -> rollout_pb2.AbortReceiveResponse:
+    async def AbortPublication(self, request: pb.AbortReceiveRequest, context: Context) -> pb.AbortReceiveResponse:
         receiver = self._replica.receiver(request.publication.job_id)
         await self._to_its_end(receiver.abort(PublicationId.from_proto(request.publication), request.reason))
-        return rollout_pb2.AbortReceiveResponse()
+        return pb.AbortReceiveResponse()
 
     async def DescribeCopy(
         self, request: trainer_pb2.DescribeSendRequest, context: Context
@@ -106,7 +95,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         await self._to_its_end(copies.finish(PublicationId.from_proto(request.publication)))
         return trainer_pb2.FinishSendResponse()
 
-    async def Generate(self, request: rollout_pb2.GenerateRequest, context: Context) -> rollout_pb2.GenerateResponse:
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         generator = self._replica.generator()
         try:
             json.loads(request.prompt)
@@ -117,15 +106,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             raise BadRow(f"the prompt is too long: {prompt.rendered.dropped.detail}.", "send a shorter one.")
         count = request.sampling.samples or 1
         ended = await generator.episodes(prompt, [sampling_of(request.sampling)] * count)
-        return rollout_pb2.GenerateResponse(
+        return pb.GenerateResponse(
             prompt_tokens=pack_tokens(prompt.rendered.token_ids),
             trajectories=[message for episode in ended.episodes for message in episode.messages()],
         )
 
-    async def GetStatus(self, request: rollout_pb2.RolloutStatusRequest, context: Context) -> rollout_pb2.RolloutStatus:
+    async def GetStatus(self, request: pb.RolloutStatusRequest, context: Context) -> pb.RolloutStatus:
         replica = self._replica
         load = replica.load()
-        return rollout_pb2.RolloutStatus(
+        return pb.RolloutStatus(
             member_id=replica.member_id,
             state=replica.state,
             job_id=replica.job_name,
@@ -140,11 +129,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             missing_boundaries=replica.missing_boundaries,
         )
 
-    async def Drain(
-        self, request: rollout_pb2.DrainRolloutRequest, context: Context
-    ) -> rollout_pb2.DrainRolloutResponse:
+    async def Drain(self, request: pb.DrainRolloutRequest, context: Context) -> pb.DrainRolloutResponse:
         self._replica.drain()
-        return rollout_pb2.DrainRolloutResponse()
+        return pb.DrainRolloutResponse()
 
     async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` to its end even if the caller goes away. A phase cancelled half-way leaves the engine paused;
@@ -159,24 +146,20 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             raise
 
 
-async def _verify(
-    receiver: PublicationReceiver, request: rollout_pb2.VerifyReceiveRequest
-) -> rollout_pb2.VerifyReceiveResponse:
+async def _verify(receiver: PublicationReceiver, request: pb.VerifyReceiveRequest) -> pb.VerifyReceiveResponse:
     """VERIFY, and COMMIT if the request asks for both. A COMMIT that fails is answered: the caller is to know which
     of the two failed."""
     publication = PublicationId.from_proto(request.publication)
     with span(SpanKind.VERIFY):
         await receiver.verify(publication, tuple(request.checksums.values))
     if not request.commit:
-        return rollout_pb2.VerifyReceiveResponse()
+        return pb.VerifyReceiveResponse()
     try:
         with span(SpanKind.COMMIT):
-            return rollout_pb2.VerifyReceiveResponse(report=await receiver.commit(publication))
+            return pb.VerifyReceiveResponse(report=await receiver.commit(publication))
     except MillraceError as error:
         log.warning("commit failed", publication=publication.key, error=str(error))
-        return rollout_pb2.VerifyReceiveResponse(
-            commit_failure=str(error), commit_refused=isinstance(error, InvalidJob)
-        )
+        return pb.VerifyReceiveResponse(commit_failure=str(error), commit_refused=isinstance(error, InvalidJob))
 
 
 def _tell_failure(task: asyncio.Task[Any]) -> None:
