@@ -12,8 +12,15 @@ from millrace.rest.diagnosis import Bottleneck, DiagnosisView
 from millrace.rest.timeline import IdleCause as C
 from millrace.spec.job import JobSpec
 from millrace.telemetry.metrics.catalogue import find
-from services.coordinator.diagnosis.changes import CHANGES, changes
-from services.coordinator.diagnosis.findings import METRICS, OF_CAUSE, SENTENCES, diagnose, slow_replica
+from services.coordinator.diagnosis.findings import (
+    CHANGES,
+    METRICS,
+    OF_CAUSE,
+    SENTENCES,
+    changes,
+    diagnose,
+    slow_replica,
+)
 from services.coordinator.diagnosis.summary import ReplicaPace, Summary, of_metrics
 
 EVEN = (ReplicaPace("a", 30.0, 0.01, 5), ReplicaPace("b", 30.0, 0.011, 5))

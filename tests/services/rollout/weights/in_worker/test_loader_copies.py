@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from millrace.weights.loader.patches import pools_run_inline
-from services.rollout.weights.in_worker.loader_copies import record_copies
+from services.rollout.weights.in_worker.gather_broadcast import record_copies
 
 HIDDEN, VOCABULARY, PADDED = 6, 10, 16
 
