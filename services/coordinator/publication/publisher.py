@@ -25,9 +25,8 @@ from services.coordinator.fleet.partition import Partition
 from services.coordinator.fleet.trainer import Trainer, TrainerLost
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
-from services.coordinator.publication.attempt import Attempt, BackgroundCalls
+from services.coordinator.publication.attempt import Attempt, BackgroundCalls, Sender, SiblingSender, TrainerSender
 from services.coordinator.publication.report import PublicationReport
-from services.coordinator.publication.senders import Sender, SiblingSender, TrainerSender
 from services.coordinator.publication.transfer_setup import MODES, MemberLayouts
 from services.coordinator.state.job import JobRecord
 from services.coordinator.state.member import Member, Unconfigured, Weights

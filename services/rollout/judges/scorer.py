@@ -13,8 +13,7 @@ from millrace.data.row import PromptRow
 from millrace.errors import InvalidJob
 from millrace.rewards import judge_template as template
 from millrace.spec.pool import Judge, JudgeTerm
-from services.rollout.judges.client import JudgeClient, JudgeDown, JudgeRefused
-from services.rollout.judges.places import place_of
+from services.rollout.judges.client import JudgeClient, JudgeDown, JudgeRefused, place_of
 from services.rollout.pools.client import PoolClient
 from services.rollout.scoring.scored import Answer, Scored
 

@@ -27,8 +27,7 @@ from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.address import host_name
 from services.rollout.weights.in_worker.gather_broadcast import GatherBroadcastPath
 from services.rollout.weights.in_worker.model import LoadedPart, WorkerLayout, WorkerModel, part_of
-from services.rollout.weights.in_worker.sharded import IncomingShards, ShardedPath
-from services.rollout.weights.in_worker.transfer_thread import TransferThread
+from services.rollout.weights.in_worker.sharded import IncomingShards, ShardedPath, TransferThread
 from services.rollout.weights.transfer_request import NO_PLAN, TransferRequest, nothing_prepared
 from services.rollout.weights.worker_methods import Described, Placed, Prepared, Received, Sent
 

@@ -20,7 +20,7 @@ from millrace.weights.transfer.channels.channel import Channel, ChannelMessage
 from millrace.weights.transfer.channels.gloo import GlooChannel
 from millrace.weights.transfer.session import FailureSignal, PublicationSession
 from millrace.weights.transfer.store import connect_store, serve_store
-from services.rollout.weights.in_worker.transfer_thread import TransferThread
+from services.rollout.weights.in_worker.sharded import TransferThread
 from services.rollout.weights.transfer_request import TransferRequest
 from tests.forked import CONTEXT
 
