@@ -13,7 +13,7 @@ from millrace.service_process import VersionOption
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsPortOption
 from millrace.wire.address import CoordinatorOption, HostOption, InsecureOption, advertise
 from millrace.wire.membership import PartitionOption, work_in
-from services.trainer.launch import SILENT_S, PortOption, SilentOption, end_unprotected
+from services.trainer.options import SILENT_S, PortOption, SilentOption, end_unprotected
 
 
 def main(

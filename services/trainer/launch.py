@@ -18,34 +18,14 @@ import typer
 
 from millrace.local.launcher import FORKING, RESTARTS, Launcher, fork_from, stand_by
 from millrace.local.ports import free_port
-from millrace.service_process import VersionOption, ends_with_message, option
+from millrace.service_process import VersionOption, option
 from millrace.telemetry import logs
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsPortOption
 from millrace.wire import last_words
-from millrace.wire.address import (
-    CoordinatorOption,
-    HostOption,
-    InsecureOption,
-    advertise,
-    bind_address,
-    host_address,
-    require_protection,
-)
+from millrace.wire.address import CoordinatorOption, HostOption, InsecureOption, advertise
 from millrace.wire.membership import PartitionOption, work_in
+from services.trainer.options import SILENT_S, PortOption, SilentOption, end_unprotected
 
-SILENT_S = 15.0
-"""A heartbeat a second is expected. A rank of a busy host, or one that is inside a long call of a library, is late by
-several seconds; a trainer that is ended wrongly loses its steps since the last checkpoint."""
-PortOption = Annotated[int, option("MILLRACE_PORT", "Port of the trainer's gRPC server; 0: a free port.")]
-SilentOption = Annotated[
-    float,
-    option(
-        "MILLRACE_SILENT_S",
-        "Seconds without a heartbeat after which a rank counts as dead or stopped, and the trainer ends.",
-        min=3.0,
-        max=3600.0,
-    ),
-]
 PRELOADED = [
     "services.trainer.rank",  # first: it sets what torch reads when it is loaded
     "services.trainer.backends.fsdp2.backend",
@@ -88,12 +68,6 @@ def _rank(environment: Mapping[str, str], coordinator: str, port: int, silent_s:
 
     last_words.listen()
     sys.exit(serve(coordinator, port, silent_s, metrics_port))
-
-
-def end_unprotected(insecure: bool) -> None:
-    """Ends the process with status 1 and a message if other hosts could reach the trainer without token or TLS."""
-    with ends_with_message("trainer"):
-        require_protection(bind_address(host_address()), insecure=insecure)
 
 
 def main(
