@@ -25,7 +25,7 @@ from benchmarks.memory import Case, job_spec, prepared, shape, update
 from benchmarks.shapes import config_of
 from benchmarks.training import draw_weights
 from millrace.memory.ledger import KEPT
-from services.trainer.memory.meter import forget_models
+from services.trainer.memory.exhausted import forget_models
 from services.trainer.ranks import collectives
 from services.trainer.ranks.world import World
 from tests.hosts.network import DEVICE, Network, why_not

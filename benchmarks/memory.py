@@ -28,7 +28,8 @@ from millrace.megatron.architectures.published import shape_of
 from millrace.memory.ledger import KEPT
 from millrace.spec import JobSpec, parse
 from services.trainer.backends import build
-from services.trainer.memory.meter import MemoryMeter, forget_models
+from services.trainer.memory.exhausted import forget_models
+from services.trainer.memory.meter import MemoryMeter
 from services.trainer.protocol.backend import Backend, TokenScores
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks import collectives

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from services.rollout.dialects import streams
+from services.rollout.dialects import requests
 from services.rollout.episode.episode import Episode
 from tests.services.rollout.sessions.served import Served, served
 from tests.services.rollout.sessions.test_sessions import ADD, CALL, trained
@@ -171,8 +171,8 @@ def test_errors_are_the_clients_own() -> None:
 def test_a_stream_that_waits_long_is_kept_alive_and_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> list[str]:
         async with served(episode_s=2.0) as here:
-            monkeypatch.setattr(streams, "STATUS_S", 0.01)
-            monkeypatch.setattr(streams, "PING_S", 0.05)
+            monkeypatch.setattr(requests, "STATUS_S", 0.01)
+            monkeypatch.setattr(requests, "PING_S", 0.05)
 
             async def hang(*_: Any) -> Any:
                 await asyncio.Event().wait()

@@ -23,7 +23,8 @@ from millrace.weights.folder_tensors import INNER, SINGLE
 from millrace.weights.plans.manifest import Content
 from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
-from services.trainer.memory.exhausted import free_unreachable, measured
+from services.trainer.memory.exhausted import free_unreachable
+from services.trainer.memory.meter import measured
 from services.trainer.protocol.backend import Backend
 from services.trainer.protocol.microbatch import MicroBatch
 from services.trainer.ranks.world import World
