@@ -15,7 +15,7 @@ import services.coordinator.process
 import services.rollout.__main__
 import services.rollout.process
 import services.trainer.__main__
-import services.trainer.backends.fsdp2
+import services.trainer.backends.fsdp2.backend
 import services.trainer.rank  # noqa: F401
 
 torch.set_num_threads(1)
