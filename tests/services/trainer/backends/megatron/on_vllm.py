@@ -15,6 +15,7 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as in a replica: a helper of the sampler would be compiled
 
 import numpy as np
 import torch

@@ -11,6 +11,7 @@ log-probabilities as Hugging Face for every architecture is shown by test_parity
 Of Qwen2.5-VL vLLM runs the text path as the Qwen2 that it is.
 """
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -36,19 +37,19 @@ BFLOAT16 = "deepseek_v3 in bfloat16"
 MATRIX = ("qwen2", "qwen3", "qwen3_moe", "mixtral", "moonlight", "qwen2_5_vl", BFLOAT16)
 """What vLLM runs in `make test-all` only."""
 IN_VLLM = [pytest.param(kind, marks=[pytest.mark.matrix] * (kind in MATRIX)) for kind in (*KINDS, BFLOAT16)]
-Served = dict[str, tuple[PreTrainedModel, str]]
+Served = Callable[[str], tuple[PreTrainedModel, str]]
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """Each kind's model and its folder."""
+    """Kind → its model and its folder."""
     root = tmp_path_factory.mktemp("served")
-    return {kind: (tiny.save(kind, root / kind, served=True), str(root / kind)) for kind in KINDS}
+    return functools.cache(lambda kind: (tiny.save(kind, root / kind, served=True), str(root / kind)))
 
 
 @pytest.fixture(scope="module")
 def megatron(served: Served, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    cases = {kind: {"model": folder, "steps": 0} for kind, (_, folder) in served.items()}
+    cases = {kind: {"model": served(kind)[1], "steps": 0} for kind in KINDS}
     answers: dict[str, Any] = launch(1, tmp_path_factory.mktemp("megatron"), train={"cases": cases})["train"]
     return answers
 
@@ -57,14 +58,20 @@ def megatron(served: Served, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 def vllm(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
     """Case → what `on_vllm` answers of it. Those of MATRIX are launched by themselves."""
     root = tmp_path_factory.mktemp("vllm")
-    tiny.save_text_path(served["qwen2_5_vl"][0], root / "text")
-    folders = {**{kind: folder for kind, (_, folder) in served.items()}, "qwen2_5_vl": str(root / "text")}
-    cases = {kind: (path, "float32") for kind, path in folders.items()}
-    cases[BFLOAT16] = (folders["deepseek_v3"], "bfloat16")  # with a router's bias that stays float32
+
+    def case(name: str) -> tuple[str, str]:
+        """The folder, and the dtype that vLLM computes in."""
+        if name == BFLOAT16:  # with a router's bias that stays float32
+            return served("deepseek_v3")[1], "bfloat16"
+        model, folder = served(name)
+        if name != "qwen2_5_vl":
+            return folder, "float32"
+        tiny.save_text_path(model, root / "text")
+        return str(root / "text"), "float32"
 
     @once
     def answers(matrix: bool) -> dict[str, Any]:
-        asked = {name: case for name, case in cases.items() if (name in MATRIX) == matrix}
+        asked = {name: case(name) for name in (*KINDS, BFLOAT16) if (name in MATRIX) == matrix}
         module = "tests.services.trainer.backends.megatron.on_vllm"
         return launch(1, root / f"matrix-{matrix}", module=module, arguments=json.dumps(asked))
 
@@ -82,7 +89,7 @@ def plain(model: PreTrainedModel, sequence: Sequence[int], temperature: float) -
 @pytest.mark.parametrize("kind", IN_VLLM[: len(KINDS)])
 def test_vllm_agrees_with_hugging_face(kind: str, served: Served, vllm: Callable[[str], dict[str, Any]]) -> None:
     for sequence, found in vllm(kind)["logprobs"]:
-        expected = plain(served[kind][0], sequence, temperature=1.0)
+        expected = plain(served(kind)[0], sequence, temperature=1.0)
         torch.testing.assert_close(torch.tensor(found), expected, atol=2e-5, rtol=0)
 
 
@@ -96,6 +103,6 @@ def test_shards_leave_in_vllm_what_whole_tensors_do(kind: str, vllm: Callable[[s
 def test_megatron_agrees_with_hugging_face(kind: str, served: Served, megatron: dict[str, Any]) -> None:
     expected = []
     for trajectory in batch.trajectories():
-        whole = plain(served[kind][0], np.concatenate([trajectory.prompt, trajectory.response]), batch.TEMPERATURE)
+        whole = plain(served(kind)[0], np.concatenate([trajectory.prompt, trajectory.response]), batch.TEMPERATURE)
         expected.append(whole[-len(trajectory.response) :])
     torch.testing.assert_close(torch.tensor(megatron[kind]["logprobs"]), torch.cat(expected), atol=2e-5, rtol=0)
