@@ -10,6 +10,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, popen_forkserver
@@ -35,10 +36,13 @@ class Forked:
         environment: Mapping[str, str],
         log: Path,
         given: Path | None = None,
+        errors: Path | None = None,
     ) -> None:
-        """Standard output and error are appended to `log`; `given` is the standard input."""
+        """Standard output and error are appended to `log`, the error to `errors` if that is given; `given` is the
+        standard input."""
         log.touch()
-        whole = (module, tuple(arguments), dict(environment), str(log), str(given or os.devnull))
+        files = (str(given or os.devnull), str(log), str(errors or log))
+        whole = (module, tuple(arguments), dict(environment), files)
         self._process = CONTEXT.Process(target=_run, args=whole, name=module)
         self._process.start()
         assert self._process.pid is not None
@@ -69,11 +73,26 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(module: str, arguments: tuple[str, ...], environment: dict[str, str], log: str, given: str) -> None:
-    for path, how, standards in ((given, os.O_RDONLY, (0,)), (log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, (1, 2))):
-        file = os.open(path, how)
-        for standard in standards:
-            os.dup2(file, standard)
+def run_forked(
+    module: str, *arguments: str | Path, environment: Mapping[str, str] | None = None, timeout_s: float = 120.0
+) -> "subprocess.CompletedProcess[str]":
+    """Runs `python -m module arguments...` to its end, with `environment` beside the test's. Raises
+    subprocess.TimeoutExpired."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        words, variables = list(map(str, arguments)), {**os.environ, **(environment or {})}
+        process = Forked(module, words, variables, output, errors=errors)
+        try:
+            status = process.wait(timeout_s)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess([module, *words], status, output.read_text(), errors.read_text())
+
+
+def _run(module: str, arguments: tuple[str, ...], environment: dict[str, str], files: tuple[str, str, str]) -> None:
+    for standard, path in enumerate(files):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND if standard else os.O_RDONLY)
+        os.dup2(file, standard)
         os.close(file)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     os.environ.clear()

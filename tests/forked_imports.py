@@ -10,7 +10,9 @@ import torch
 import transformers.models.qwen2.modeling_qwen2
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
+import millrace.cli  # noqa: F401
 import services.coordinator.__main__
+import services.coordinator.backup
 import services.coordinator.process
 import services.rollout.__main__
 import services.rollout.process

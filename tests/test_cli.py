@@ -20,13 +20,12 @@ from millrace.cli import app
 from millrace.client import Client
 from millrace.demo.tasks import TASKS, write_task_data
 from millrace.errors import InvalidJob, InvalidState, NotFound
-from millrace.local import child_processes
 from millrace.spec import load
 from millrace.wire.channel import PROTOCOL_VERSION
 from tests.cli.test_completion import offered
-from tests.local.programs import eventually
+from tests.forked import run_forked
 from tests.models import save_tiny_model
-from tests.ports import held_port
+from tests.services.coordinator.conftest import running
 
 pytestmark = pytest.mark.slow
 
@@ -35,17 +34,8 @@ COMMAND = str(Path(sys.executable).with_name("millrace"))
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("coordinator")
-    with held_port() as http:
-        ports = ("--http-port", str(http), "--grpc-port", "0")
-        argv = (sys.executable, "-m", "services.coordinator", *ports, "--state-dir", str(folder))
-        with (folder / "log").open("wb") as log:
-            process = child_processes.start(argv, {}, log, signal.SIGKILL)
-        with Client(f"http://127.0.0.1:{http}") as client:
-            eventually(client.ready, 30)
-        yield f"http://127.0.0.1:{http}"
-        process.terminate()
-        process.wait(30)
+    with running(tmp_path_factory.mktemp("coordinator")) as coordinator:
+        yield coordinator.client.url
 
 
 @pytest.fixture
@@ -324,7 +314,7 @@ def test_an_engine_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_export_needs_no_coordinator(tmp_path: Path) -> None:
-    done = subprocess.run([COMMAND, "export", str(tmp_path), str(tmp_path / "out")], capture_output=True, text=True)
+    done = run_forked("millrace", "export", tmp_path, tmp_path / "out")
     assert done.returncode == 1 and done.stdout == ""
     assert f"{tmp_path} is not a checkpoint" in done.stderr and "Fix: give OUTPUT/checkpoints/step-N" in done.stderr
 

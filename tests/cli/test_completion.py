@@ -1,19 +1,16 @@
 import asyncio
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.test_drain import registered
+from tests.forked import run_forked
 from tests.local.programs import eventually
 from tests.services.coordinator.conftest import running
 
 pytestmark = pytest.mark.slow
 
-COMMAND = str(Path(sys.executable).with_name("millrace"))
 LONGEST_S = 25.0
 """Less than the client's usual deadline, so that a completion that waits for that one fails here."""
 
@@ -21,9 +18,7 @@ LONGEST_S = 25.0
 def completed(line: str, **environment: str) -> list[str]:
     """What bash is offered for the last word of a command line. Nothing may be written beside it."""
     words = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_MILLRACE_COMPLETE": "complete_bash"}
-    done = subprocess.run(
-        [COMMAND], env={**os.environ, **words, **environment}, capture_output=True, text=True, timeout=LONGEST_S
-    )
+    done = run_forked("millrace", environment={**words, **environment}, timeout_s=LONGEST_S)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     return done.stdout.split()
 

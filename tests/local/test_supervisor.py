@@ -19,6 +19,7 @@ import pytest
 from millrace.client import Client
 from millrace.errors import InvalidState
 from millrace.local.state_folder import scale
+from tests.forked import run_forked
 from tests.local.programs import TAKING_OVER, alive, eventually, supervising
 from tests.ports import held_port
 from tests.processes import runs
@@ -164,8 +165,7 @@ def test_replicas_are_added_and_drained_while_the_stack_runs(shared: Running) ->
     """By `millrace scale` and by `millrace up --replicas`. What does not fit on the host changes nothing."""
 
     def command(*words: str) -> "subprocess.CompletedProcess[str]":
-        argv = [sys.executable, "-m", "millrace", *words, "--state", str(shared.state)]
-        return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        return run_forked("millrace", *words, "--state", shared.state)
 
     def replicas() -> set[str]:
         return {name for name in shared.pids() if name.startswith("rollout-")}

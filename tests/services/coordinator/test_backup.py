@@ -4,7 +4,6 @@ import asyncio
 import json
 import shutil
 import subprocess
-import sys
 import threading
 import zipfile
 from dataclasses import replace
@@ -19,6 +18,7 @@ from services.coordinator.redis_server import RedisServer
 from services.coordinator.stages.checkpoint_copies import MANIFEST, Copies
 from services.coordinator.store import Store
 from services.coordinator.store.leadership import LEADER
+from tests.forked import run_forked
 from tests.services.coordinator.cluster import around
 from tests.services.coordinator.conftest import running
 from tests.services.coordinator.redis import a_job, lead, with_store
@@ -28,9 +28,8 @@ from tests.services.coordinator.test_recovery import trained_once
 pytestmark = pytest.mark.slow
 
 
-def backup(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "services.coordinator.backup", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def backup(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
+    done = run_forked("services.coordinator.backup", *arguments)
     assert "Traceback" not in done.stderr, done.stderr
     return done
 
