@@ -10,13 +10,8 @@ import structlog
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.contracts.v1 import weights_pb2
-from millrace.contracts.v1.trainer_pb2 import (
-    PrepareSendRequest,
-    PrepareSendResponse,
-    TransferSendRequest,
-    TransferSendResponse,
-)
 from millrace.errors import PublicationFailed
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans.gather_broadcast import gather_broadcast
@@ -69,7 +64,7 @@ class GatherBroadcastTransfer:
         prepared = self._prepared
         return prepared.publication if prepared is not None else None
 
-    def prepare_send(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
+    def prepare_send(self, request: pb.PrepareSendRequest, backend: Backend) -> pb.PrepareSendResponse:
         began = time.monotonic()
         self.close()
         publication, source = (
@@ -87,13 +82,13 @@ class GatherBroadcastTransfer:
         self._watchdog = threading.Timer(request.deadline_s, self.abort, ["its deadline has passed"])
         self._watchdog.daemon = True
         self._watchdog.start()
-        return PrepareSendResponse(
+        return pb.PrepareSendResponse(
             manifest=manifest.to_proto(),
             rendezvous=weights_pb2.Rendezvous(host=host, port=port, world_size=world_size),
             plan_hash=gather_broadcast(manifest, world_size).hash,
         )
 
-    def transfer(self, request: TransferSendRequest, backend: Backend) -> TransferSendResponse:
+    def transfer(self, request: pb.TransferSendRequest, backend: Backend) -> pb.TransferSendResponse:
         """See `OutgoingTransfer`. Raises PublicationFailed on rank 0 only."""
         prepared = self._prepared
         assert prepared is not None, "the sender compares `publication` first"
@@ -114,7 +109,7 @@ class GatherBroadcastTransfer:
             wire_s=broadcast.wire_s,
             verify_s=broadcast.checksum_s,
         )
-        return TransferSendResponse(checksums=weights_pb2.Checksums(values=broadcast.checksums), report=report)
+        return pb.TransferSendResponse(checksums=weights_pb2.Checksums(values=broadcast.checksums), report=report)
 
     def abort(self, reason: str) -> None:
         """See `OutgoingTransfer`. A transfer fails before its next tensor, or when the one that is being sent times

@@ -4,15 +4,8 @@ the choice of the one that the request's path names."""
 from collections.abc import Mapping
 from typing import Protocol
 
+from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.contracts.v1 import weights_pb2
-from millrace.contracts.v1.trainer_pb2 import (
-    DescribeSendRequest,
-    DescribeSendResponse,
-    PrepareSendRequest,
-    PrepareSendResponse,
-    TransferSendRequest,
-    TransferSendResponse,
-)
 from millrace.errors import Fenced, InvalidState
 from millrace.ids import Version
 from millrace.weights.phases import PublicationId
@@ -33,10 +26,10 @@ class OutgoingTransfer(Protocol):
     def publication(self) -> PublicationId | None:
         """The publication that is prepared; None before `prepare` and after its end."""
 
-    def prepare_send(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
+    def prepare_send(self, request: pb.PrepareSendRequest, backend: Backend) -> pb.PrepareSendResponse:
         """Makes the plan and the rendezvous, and the buffers of this rank. Frees what an earlier publication held."""
 
-    def transfer(self, request: TransferSendRequest, backend: Backend) -> TransferSendResponse:
+    def transfer(self, request: pb.TransferSendRequest, backend: Backend) -> pb.TransferSendResponse:
         """Sends what is prepared; returns when the last byte is sent. Raises PublicationFailed if a receiver is lost or
         the deadline passes; all ranks are ready for the next publication then. Raises OutOfMemory if the ranks report
         that to each other."""
@@ -67,11 +60,13 @@ class Sender:
         }
         self._current: OutgoingTransfer | None = None
 
-    def describe(self, request: DescribeSendRequest, backend: Backend) -> DescribeSendResponse:
+    def describe(self, request: pb.DescribeSendRequest, backend: Backend) -> pb.DescribeSendResponse:
         """What is published, and which boxes of it each rank holds."""
         return sharded.describe(request, backend)
 
-    def prepare_send(self, request: PrepareSendRequest, backend: Backend, version: Version) -> PrepareSendResponse:
+    def prepare_send(
+        self, request: pb.PrepareSendRequest, backend: Backend, version: Version
+    ) -> pb.PrepareSendResponse:
         """Manifest, plan and rendezvous; see `OutgoingTransfer.prepare`. `version` is the one that the trainer holds.
 
         Raises Fenced if the request asks for another version, InvalidState for an unknown path.
@@ -88,7 +83,7 @@ class Sender:
         self._current = chosen
         return chosen.prepare_send(request, backend)
 
-    def transfer(self, request: TransferSendRequest, backend: Backend, version: Version) -> TransferSendResponse:
+    def transfer(self, request: pb.TransferSendRequest, backend: Backend, version: Version) -> pb.TransferSendResponse:
         """Sends what was prepared; see `OutgoingTransfer.transfer`. Raises InvalidState if the publication is not
         prepared, Fenced if the trainer holds another version by now."""
         publication, current = PublicationId.from_proto(request.publication), self._current

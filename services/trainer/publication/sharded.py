@@ -9,15 +9,8 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore
 
+from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.contracts.v1 import weights_pb2
-from millrace.contracts.v1.trainer_pb2 import (
-    DescribeSendRequest,
-    DescribeSendResponse,
-    PrepareSendRequest,
-    PrepareSendResponse,
-    TransferSendRequest,
-    TransferSendResponse,
-)
 from millrace.errors import InvalidState, PublicationFailed
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts
@@ -36,7 +29,7 @@ from services.trainer.protocol.backend import Backend, published
 from services.trainer.ranks import collectives
 
 
-def describe(request: DescribeSendRequest, backend: Backend) -> DescribeSendResponse:
+def describe(request: pb.DescribeSendRequest, backend: Backend) -> pb.DescribeSendResponse:
     """What is published, and which boxes of it each rank holds; no layouts if a rank cannot describe its memory in
     boxes. A collective. Raises OutOfMemory on every rank if one has no memory for what it computes for that."""
     source = published(backend, Content.of(request.content))
@@ -48,7 +41,7 @@ def describe(request: DescribeSendRequest, backend: Backend) -> DescribeSendResp
     if all(of_ranks):
         layouts = wire_layouts.joined([weights_pb2.Layouts.FromString(data) for data in of_ranks])
     manifest = (memory.manifest if memory is not None else source.manifest(request.dtype)).to_proto()
-    return DescribeSendResponse(manifest=manifest, layouts=layouts, gpu=backend.device.type == "cuda", deltas=True)
+    return pb.DescribeSendResponse(manifest=manifest, layouts=layouts, gpu=backend.device.type == "cuda", deltas=True)
 
 
 @dataclass(frozen=True)
@@ -85,7 +78,7 @@ class ShardedTransfer:
         prepared = self._prepared
         return prepared.publication if prepared is not None else None
 
-    def prepare_send(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
+    def prepare_send(self, request: pb.PrepareSendRequest, backend: Backend) -> pb.PrepareSendResponse:
         """See `OutgoingTransfer`. Raises InvalidState if a rank cannot describe its memory in boxes,
         PublicationFailed if it holds other boxes than the publication was planned for, OutOfMemory on every rank
         if one has no memory for its buffers."""
@@ -114,7 +107,7 @@ class ShardedTransfer:
             began + request.deadline_s,
             time.monotonic() - began,
         )
-        return PrepareSendResponse(rendezvous=agreed, plan_hash=plan.hash)
+        return pb.PrepareSendResponse(rendezvous=agreed, plan_hash=plan.hash)
 
     def _kept_pipeline(self, plan: ShardedPlan, memory: Memory, layouts: weights_pb2.Sides) -> SendPipeline:
         """The pipeline of the last publication, or a new one if the plan or the parameters' memory has changed."""
@@ -129,7 +122,7 @@ class ShardedTransfer:
         self._pipeline = (plan.hash, addresses, SendPipeline(plan, self._rank, memory))
         return self._pipeline[2]
 
-    def transfer(self, request: TransferSendRequest, backend: Backend) -> TransferSendResponse:
+    def transfer(self, request: pb.TransferSendRequest, backend: Backend) -> pb.TransferSendResponse:
         """See `OutgoingTransfer`. Raises OutOfMemory on every rank if one has no memory left."""
         prepared = self._prepared
         assert prepared is not None, "the sender compares `publication` first"
@@ -146,10 +139,10 @@ class ShardedTransfer:
             content, value = np.frombuffer(data, np.uint64).reshape(-1, 2).T
             checksums[content.astype(np.int64)] = value
         report = self._report(prepared, times, time.monotonic() - began)
-        return TransferSendResponse(checksums=weights_pb2.Checksums(values=checksums.tolist()), report=report)
+        return pb.TransferSendResponse(checksums=weights_pb2.Checksums(values=checksums.tolist()), report=report)
 
     def _send(
-        self, prepared: Prepared, channel: Channel, request: TransferSendRequest
+        self, prepared: Prepared, channel: Channel, request: pb.TransferSendRequest
     ) -> tuple[Mapping[int, int], TransferTimes]:
         """This rank's checksums by content, and its seconds."""
         return prepared.pipeline.run(channel)
@@ -198,7 +191,7 @@ class _CommunicatorHost:
         """The last communicator: hash of the plan, whether on GPUs, and each receiver with its first rank."""
         self._nccl_id = b""
 
-    def rendezvous(self, request: PrepareSendRequest, plan: ShardedPlan, joined: str) -> weights_pb2.Rendezvous:
+    def rendezvous(self, request: pb.PrepareSendRequest, plan: ShardedPlan, joined: str) -> weights_pb2.Rendezvous:
         """The communicator with key `joined` again, as long as the same members take part and it has not failed (its
         key is empty then); else a new one."""
         members = (plan.hash, request.gpu, tuple(f"{r.member_id}/{r.first_rank}" for r in request.receivers))
@@ -247,7 +240,7 @@ class DeltaTransfer(ShardedTransfer):
         self._sent = np.zeros(3, np.int64)
         """Figures of the last transfer: bytes sent, 16-bit words compared, words changed."""
 
-    def prepare_send(self, request: PrepareSendRequest, backend: Backend) -> PrepareSendResponse:
+    def prepare_send(self, request: pb.PrepareSendRequest, backend: Backend) -> pb.PrepareSendResponse:
         """See `ShardedTransfer.prepare`. Raises PublicationFailed if there is no host memory for the snapshot."""
         answer = super().prepare_send(request, backend)
         with collectives.fail_together(), exhausted.as_error():
@@ -277,7 +270,7 @@ class DeltaTransfer(ShardedTransfer):
             raise PublicationFailed(what, 'set publication.path to "sharded".') from error
 
     def _send(
-        self, prepared: Prepared, channel: Channel, request: TransferSendRequest
+        self, prepared: Prepared, channel: Channel, request: pb.TransferSendRequest
     ) -> tuple[Mapping[int, int], TransferTimes]:
         assert self._snapshot is not None, "PREPARE makes it"
         whole = request.whole or self._base is None
