@@ -9,15 +9,7 @@ from millrace.spec.pool import ROLLOUT
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsPortOption
 from millrace.wire.address import CoordinatorOption, HostOption, InsecureOption, advertise
 from millrace.wire.membership import PartitionOption, work_in
-from services.rollout.nodes.place import (
-    NODE_LOST_S,
-    EngineOption,
-    LeaderOption,
-    NodeLostOption,
-    NodeRankOption,
-    NodesOption,
-    PortOption,
-)
+from services.rollout.nodes import place
 
 SessionsPortOption = Annotated[
     int,
@@ -35,9 +27,9 @@ app = typer.Typer(pretty_exceptions_enable=False)
 @app.command()
 def main(
     coordinator: CoordinatorOption,
-    engine: EngineOption = "vllm",
+    engine: place.EngineOption = "vllm",
     host: HostOption = "",
-    port: PortOption = 0,
+    port: place.PortOption = 0,
     patience_s: Annotated[
         float, option("MILLRACE_PATIENCE_S", "Seconds without a coordinator until the replica ends.")
     ] = 900.0,
@@ -47,10 +39,10 @@ def main(
     ] = 300.0,
     pool: Annotated[str, option("MILLRACE_POOL", "Pool that it scores for; `rollout`: it generates.")] = ROLLOUT,
     partition: PartitionOption = "",
-    nodes: NodesOption = 1,
-    node_rank: NodeRankOption = 0,
-    leader: LeaderOption = "",
-    node_lost_s: NodeLostOption = NODE_LOST_S,
+    nodes: place.NodesOption = 1,
+    node_rank: place.NodeRankOption = 0,
+    leader: place.LeaderOption = "",
+    node_lost_s: place.NodeLostOption = place.NODE_LOST_S,
     admit_by_cache: Annotated[
         bool,
         option(

@@ -20,17 +20,9 @@ from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.placing import JobViews
 from services.coordinator.observe import groups
 from services.coordinator.observe.events import Events
-from services.coordinator.rest import bodies
+from services.coordinator.rest import bodies, schema
 from services.coordinator.rest.bodies import LARGEST_STEP, Id
 from services.coordinator.rest.reading import add_samples, add_series, add_spec
-from services.coordinator.rest.schema import (
-    BODY_ERRORS,
-    CHANGES_BODY,
-    NOTES_BODY,
-    SPEC_BODY,
-    Responses,
-    error_responses,
-)
 from services.coordinator.rest.users import Caller
 from services.coordinator.state.job import ENDED
 from services.coordinator.store import Store
@@ -43,12 +35,14 @@ SILENCE_S = 15.0
 """Seconds after which a stream without events carries a comment, so that both sides know that it works."""
 
 
-ERRORS = error_responses({404: "No such job.", 409: "The job's state does not allow it."})
-SUBMITTED: Responses = {
+ERRORS = schema.error_responses({404: "No such job.", 409: "The job's state does not allow it."})
+SUBMITTED: schema.Responses = {
     200: {"model": JobView, "description": "The job of an earlier call with this `Idempotency-Key`."},
-    **BODY_ERRORS,
+    **schema.BODY_ERRORS,
 }
-EVENTS: Responses = {200: {"model": Event, "description": "The `data` of each server-sent event is this document."}}
+EVENTS: schema.Responses = {
+    200: {"model": Event, "description": "The `data` of each server-sent event is this document."}
+}
 
 
 class EventStream(StreamingResponse):
@@ -60,7 +54,7 @@ class EventStream(StreamingResponse):
 def routes(store: Store, control: Control, views: JobViews, events: Events) -> APIRouter:
     router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=ERRORS)
 
-    @router.post("", status_code=201, openapi_extra=SPEC_BODY, responses=SUBMITTED)
+    @router.post("", status_code=201, openapi_extra=schema.SPEC_BODY, responses=SUBMITTED)
     async def submit(
         request: Request,
         response: Response,
@@ -95,7 +89,7 @@ def routes(store: Store, control: Control, views: JobViews, events: Events) -> A
         """One job."""
         return views.of(await store.jobs.get(job_id))
 
-    @router.patch("/{job_id}", openapi_extra=NOTES_BODY, responses=BODY_ERRORS)
+    @router.patch("/{job_id}", openapi_extra=schema.NOTES_BODY, responses=schema.BODY_ERRORS)
     async def note(job_id: Id, request: Request) -> JobView:
         """Replaces tags and notes of a job in any state. A field that is not given stays."""
         tree = await bodies.fields(request)
@@ -135,7 +129,7 @@ def _add_control(router: APIRouter, control: Control, views: JobViews) -> None:
         """Pauses the job after the step in progress: nothing new is issued or trained, nothing is lost."""
         return views.of(await control.pause(job_id))
 
-    @router.post("/{job_id}/resume", openapi_extra=CHANGES_BODY, responses=BODY_ERRORS)
+    @router.post("/{job_id}/resume", openapi_extra=schema.CHANGES_BODY, responses=schema.BODY_ERRORS)
     async def resume(job_id: Id, request: Request) -> JobView:
         """Continues a paused job where it stopped. A job that failed or was cancelled is queued again: it continues
         from the version that the trainer still holds, from its last checkpoint, or from the model. For such a job the
@@ -225,13 +219,14 @@ def frame(event: Event) -> bytes:
 def webhook_routes(store: Store, webhooks: Webhooks) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["webhooks"])
 
-    @router.post("/webhooks/test", responses=error_responses({409: "The coordinator has no webhook."}))
+    @router.post("/webhooks/test", responses=schema.error_responses({409: "The coordinator has no webhook."}))
     async def test_own() -> list[WebhookResult]:
         """Sends a test message to the webhook of the coordinator, once."""
         return await webhooks.test(None)
 
     @router.post(
-        "/jobs/{job_id}/webhooks/test", responses=error_responses({404: "No such job.", 409: "It has no webhooks."})
+        "/jobs/{job_id}/webhooks/test",
+        responses=schema.error_responses({404: "No such job.", 409: "It has no webhooks."}),
     )
     async def test_of_job(job_id: Id) -> list[WebhookResult]:
         """Sends a test message to each webhook of the job, once."""

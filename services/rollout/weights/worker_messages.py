@@ -100,25 +100,18 @@ def encode(message: Introduction | Welcome | Request | Reply) -> bytes:
     return json.dumps(message, default=_plain, separators=(",", ":")).encode()
 
 
-def decode_introduction(data: bytes) -> Introduction:
-    return Introduction(**_decode(data))
-
-
-def decode_welcome(data: bytes) -> Welcome:
-    return Welcome(**_decode(data))
-
-
 def decode_request(data: bytes) -> Request:
-    return Request(**_decode(data))
+    return Request(**decode(data))
 
 
 def decode_reply(data: bytes) -> Reply:
-    fields = _decode(data)
+    fields = decode(data)
     failure = fields["failure"]
     return Reply(fields["number"], fields["answer"], None if failure is None else Failure(**failure))
 
 
-def _decode(data: bytes) -> dict[str, Any]:
+def decode(data: bytes) -> dict[str, Any]:
+    """The fields of a message."""
     fields: dict[str, Any] = json.loads(data, object_hook=_with_bytes)
     return fields
 

@@ -35,10 +35,9 @@ from services.rollout.weights.worker_messages import (
     Request,
     Welcome,
     carry_out,
-    decode_introduction,
+    decode,
     decode_reply,
     decode_request,
-    decode_welcome,
     encode,
 )
 from services.rollout.weights.worker_methods import WorkerMethods
@@ -125,7 +124,7 @@ class WorkerRpc:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(INTRODUCE_S):
-                introduction = decode_introduction(await _read_frame(reader, INTRODUCTION_BYTES))
+                introduction = Introduction(**decode(await _read_frame(reader, INTRODUCTION_BYTES)))
         except (TimeoutError, EOFError, OSError, ValueError, TypeError) as error:
             log.warning("a connection that introduced no worker was closed", error=str(error))
             writer.close()
@@ -217,7 +216,7 @@ class WorkerRpcServer:
         """The replica's clock, which is its answer to the introduction."""
         try:
             if header := self._stream.read(HEADER.size):
-                clock = decode_welcome(self._stream.read(HEADER.unpack(header)[0])).clock
+                clock = Welcome(**decode(self._stream.read(HEADER.unpack(header)[0]))).clock
                 self._socket.settimeout(None)
                 return clock
         except OSError as error:

@@ -16,16 +16,10 @@ from millrace.contracts.v1.trainer_pb2_grpc import add_TrainerServicer_to_server
 from millrace.errors import InvalidState, MillraceError
 from millrace.ids import MemberId
 from millrace.telemetry.metrics.declaration import Owner
+from millrace.telemetry.metrics.prometheus import members
 from millrace.telemetry.metrics.prometheus import trainer as names
 from millrace.telemetry.metrics.prometheus.endpoint import MetricsEndpoint
 from millrace.telemetry.metrics.prometheus.every_service import describe_process, grpc_observer
-from millrace.telemetry.metrics.prometheus.members import (
-    MEMBER_TOKENS,
-    SENDER_PHASES,
-    describe_gpus,
-    describe_member,
-    record_publication,
-)
 from millrace.telemetry.metrics.prometheus.registry import DeclaredRegistry
 from millrace.telemetry.spans.batches import taken
 from millrace.telemetry.spans.kinds import LaneKind
@@ -58,11 +52,11 @@ class TrainerMetrics:
 
     def published(self, report: weights_pb2.MemberReport) -> None:
         """Records the trainer's part in a publication whose weights it has sent."""
-        record_publication(self.registry, report, SENDER_PHASES)
+        members.record_publication(self.registry, report, members.SENDER_PHASES)
 
     def refresh(self, trainer: TrainerService) -> None:
         """Sets every gauge to what the trainer is now. On the event loop of its service."""
-        describe_member(
+        members.describe_member(
             self.registry,
             member=self._member_id,
             engine="torch",
@@ -70,7 +64,7 @@ class TrainerMetrics:
             job_id=trainer.job_id,
             version=trainer.version,
         )
-        MEMBER_TOKENS.on(self.registry).inc(trainer.trained_tokens - self._counted_tokens)
+        members.MEMBER_TOKENS.on(self.registry).inc(trainer.trained_tokens - self._counted_tokens)
         self._counted_tokens = trainer.trained_tokens
         self._ranks()
 
@@ -88,7 +82,7 @@ class TrainerMetrics:
             self._cpu_s[rank] = usage.cpu_s
             for kind, size in usage.gpu_bytes.items():
                 names.RANK_GPU_MEMORY.on(self.registry).labels(**labels, kind=kind).set(size)
-        describe_gpus(self.registry, readings)
+        members.describe_gpus(self.registry, readings)
 
 
 log = structlog.get_logger(__name__)
