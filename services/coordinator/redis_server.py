@@ -159,6 +159,7 @@ class _Process:
 
     def __init__(self, argv: list[str]) -> None:
         self._process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, start_new_session=True, umask=0o077)
+        self.terminate, self.kill = self._process.terminate, self._process.kill
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         threading.Thread(target=self._wait, name="redis-server", daemon=True).start()
@@ -166,12 +167,6 @@ class _Process:
     @property
     def returncode(self) -> int | None:
         return self._process.returncode if self._ended.is_set() else None
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def kill(self) -> None:
-        self._process.kill()
 
     async def wait(self) -> int:
         """Waits until the process has ended; answers its exit status."""

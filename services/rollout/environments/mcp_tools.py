@@ -17,7 +17,7 @@ from millrace.sandbox.command import Limits, sandboxed
 from millrace.spec.environment import Environment, McpServer
 from millrace.spec.model import Reward
 from millrace.wire.reach import may_take_proxy
-from services.rollout.environments.environment import Called, EnvironmentFailed, Environments, Message, Session
+from services.rollout.environments.environment import Called, EnvironmentFailed, Environments, Session
 from services.rollout.environments.host import LONGEST_RESULT
 from services.rollout.user_process.process import hidden_paths, more_paths, passed_environment
 
@@ -289,15 +289,7 @@ class _Session:
         connections: Mapping[int, Connection],
     ) -> None:
         self._itself, self._servers, self._server_of, self._connections = itself, servers, server_of, connections
-
-    async def reset(self, row: Mapping[str, Any]) -> list[Message]:
-        return await self._itself.reset(row)
-
-    async def step(self, message: Mapping[str, Any]) -> tuple[list[Message], float | None, bool]:
-        return await self._itself.step(message)
-
-    async def score(self) -> tuple[float | None, dict[str, Any]]:
-        return await self._itself.score()
+        self.reset, self.step, self.score = itself.reset, itself.step, itself.score
 
     async def call(self, name: str, arguments: Any) -> Called:
         number = self._server_of.get(name)

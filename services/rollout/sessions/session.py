@@ -67,7 +67,7 @@ class Session:
         self._account = common_pb2.EpisodeAccount(end=common_pb2.EPISODE_END_DONE, reruns=reruns)
         self._conversations: list[_Held[Conversation]] = []
         self._sequences: list[_Held[TokenStrand]] = []
-        self._turns = self._sampled = 0
+        self.turns = self._sampled = 0
         """Turns that were sampled, and their tokens."""
         self._requests = self._bodies = 0
         """Requests that are being answered, and those of which the body is being read."""
@@ -75,11 +75,6 @@ class Session:
         self._score: float | None = None
         self._running: set[asyncio.Task[tuple[Completion, float]]] = set()
         self._context = current()  # requests come from other tasks than the lease's
-
-    @property
-    def turns(self) -> int:
-        """Turns that were sampled."""
-        return self._turns
 
     @property
     def speaker(self) -> Speaker:
@@ -135,11 +130,11 @@ class Session:
         self._check_open()
         if turn is None:
             self._score = (self._score or 0.0) + value
-        elif 0 <= turn < self._turns:
+        elif 0 <= turn < self.turns:
             self._rewards[turn] = self._rewards.get(turn, 0.0) + value
         else:
-            why = "there is no such turn" if self._turns else "there is no turn yet"
-            raise Refused.of(wrong_value("turn", turn, why, f"name one of {self._turns} turns, from 0."))
+            why = "there is no such turn" if self.turns else "there is no turn yet"
+            raise Refused.of(wrong_value("turn", turn, why, f"name one of {self.turns} turns, from 0."))
 
     def end(self) -> None:
         """The agent has finished. Idempotent."""
@@ -233,7 +228,7 @@ class Session:
             what = f"the conversation has {len(strand.prompt)} tokens, a trajectory at most {limit} and at most "
             what += f"{self.policy.sampling.max_response_tokens} after its prompt: there is no room for another turn."
             raise Refused(Refusals.TOO_LONG, what, "end the session, or send a shorter history.", "messages")
-        if self._turns + len(self._running) >= self.policy.max_turns:
+        if self.turns + len(self._running) >= self.policy.max_turns:
             self._account.end = common_pb2.EPISODE_END_TURNS
             what = f"the session has had its {self.policy.max_turns} turns (rollout.agent.max_turns)."
             raise Refused(Refusals.ENDED, what, "end the session.")
@@ -268,7 +263,7 @@ class Session:
     def _numbered(self, held: _Held[S], completion: Completion) -> int:
         """The number of the next turn, `sample`, which is one of `held`."""
         self._sampled += len(completion.tokens)
-        number, self._turns = self._turns, self._turns + 1
+        number, self.turns = self.turns, self.turns + 1
         held.numbers.append(number)
         return number
 
@@ -288,7 +283,7 @@ class Session:
     @contextmanager
     def _asked(self) -> Iterator[None]:
         """While a request is answered. Raises Refused if as many are as the session has turns left."""
-        if self._requests >= max(1, self.policy.max_turns - self._turns):
+        if self._requests >= max(1, self.policy.max_turns - self.turns):
             raise Refused(Refusals.FULL, f"{self.id} has {self._requests} requests in progress.", "ask again later.")
         self._requests += 1
         try:

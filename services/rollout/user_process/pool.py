@@ -127,12 +127,12 @@ class ProcessPool:
             except WorkerDied as death:
                 reason = str(death)
                 log.warning(
-                    "a scoring process did not start", functions=self._setup.functions, reason=reason, attempt=attempt
+                    "a scoring process did not start", functions=self._setup.function, reason=reason, attempt=attempt
                 )
             else:
                 self._alive.add(worker)
                 return worker
-        named = f"{self._setup.field}: no process could load {self._setup.functions}"
+        named = f"{self._setup.field}: no process could load {self._setup.function}"
         raise Unavailable(
             f"{named} in {START_ATTEMPTS} attempts: it {reason}.",
             "see the replica's standard error; raise reward.memory_mb if the module imports large libraries.",

@@ -57,6 +57,7 @@ class Setup:
     """The first message to a process."""
 
     function: str
+    """What is loaded; several names have commas between them."""
     options: Mapping[str, Any]
     memory_mb: int
     network: bool
@@ -71,11 +72,6 @@ class Setup:
     def descriptors(self) -> tuple[int, ...]:
         """Descriptors of this process, besides those of the protocol, that the process gets."""
         return ()
-
-    @property
-    def functions(self) -> str:
-        """What is loaded, for messages."""
-        return self.function
 
     def message(self) -> dict[str, Any]:
         """The setup in JSON's types, with absolute paths: the sandbox has another working folder and home."""
@@ -122,7 +118,7 @@ class UserProcess:
         except TimeoutError as error:
             await worker.end()
             raise InvalidJob(
-                f"{setup.field}: {setup.functions} was not loaded within {timeout_s:g} s.",
+                f"{setup.field}: {setup.function} was not loaded within {timeout_s:g} s.",
                 "keep slow work out of the module's top level, or start it when the function is first called.",
             ) from error
         except BaseException:
@@ -275,7 +271,7 @@ def _accept(greeting: Mapping[str, Any], setup: Setup) -> tuple[Missing, ...]:
     if refusal := greeting.get("refused"):
         raise InvalidJob(refusal["what"], refusal["fix"])
     if failure := greeting.get("failure"):
-        raise InvalidJob(f"{setup.field}: {setup.functions} {failure} when it was imported.", "fix its module.")
+        raise InvalidJob(f"{setup.field}: {setup.function} {failure} when it was imported.", "fix its module.")
     if lacking := greeting.get("uncontained"):
         raise refused(
             "reward.isolation",

@@ -260,8 +260,6 @@ class PlanReport:
     """Number of micro-batches of each rank."""
     waste: float
     """Part of the token budget of all micro-batches that holds no token, from 0 to 1."""
-    excess_microbatches: int
-    """Micro-batches of each rank beyond the number needed if sequences could be cut anywhere."""
     imbalance: float
     """Cost of the costliest rank over the mean cost of the ranks, minus 1."""
     lockstep_imbalance: float
@@ -279,7 +277,6 @@ def report(plan: Plan, lengths: Sequence[int], *, token_budget: int, cost: Seque
     return PlanReport(
         microbatches=count,
         waste=1 - sum(lengths) / (count * capacity),
-        excess_microbatches=count - max(1, -(-sum(lengths) // capacity)),
         imbalance=max(map(sum, loads)) / mean - 1,
         lockstep_imbalance=sum(map(max, zip(*padded, strict=True))) / mean - 1,
     )
