@@ -23,14 +23,7 @@ from urllib.parse import urlunsplit
 import certifi
 import httpx
 import structlog
-from tenacity import (
-    AsyncRetrying,
-    RetryError,
-    retry_if_exception_type,
-    stop_after_attempt,
-    stop_after_delay,
-    wait_exponential,
-)
+import tenacity
 
 from millrace import __version__, events
 from millrace.errors import InvalidState, MillraceError, NotFound, Unavailable
@@ -234,17 +227,17 @@ class Webhooks:
             task.add_done_callback(lambda done: self._sending.pop(done, None))
 
     async def _deliver(self, job_id: JobId, hook: Hook, message: WebhookMessage) -> None:
-        retrying = AsyncRetrying(
-            stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(GIVE_UP_S),
-            wait=wait_exponential(multiplier=FIRST_RETRY_S, max=LONGEST_RETRY_S),
-            retry=retry_if_exception_type(NotDelivered),
+        retrying = tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_attempt(ATTEMPTS) | tenacity.stop_after_delay(GIVE_UP_S),
+            wait=tenacity.wait_exponential(multiplier=FIRST_RETRY_S, max=LONGEST_RETRY_S),
+            retry=tenacity.retry_if_exception_type(NotDelivered),
         )
         try:
             await retrying(_send, hook, message)
             self._prometheus.called_webhook(delivered=True)
             log.info("a webhook was called", job=job_id, webhook=hook.field, kind=message.kind)
-        except (MillraceError, RetryError) as error:
-            last = error.last_attempt.exception() if isinstance(error, RetryError) else error
+        except (MillraceError, tenacity.RetryError) as error:
+            last = error.last_attempt.exception() if isinstance(error, tenacity.RetryError) else error
             self._prometheus.called_webhook(delivered=False)
             text = f"{hook.field}: the message {message.kind} was not delivered: {last}"
             log.warning("a webhook failed", job=job_id, webhook=hook.field, kind=message.kind, error=str(last))

@@ -16,14 +16,7 @@ from millrace.ids import MemberId, Version
 from millrace.rewards.outcome import BadOutcome, separate_rewards
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
-from millrace.wire.arrays import (
-    pack_experts,
-    pack_logprobs,
-    pack_tokens,
-    reported_experts,
-    unpack_logprobs,
-    unpack_tokens,
-)
+from millrace.wire import arrays
 from services.rollout.engine import Engine, Partial, Response, Sampling, ShownImages, VersionSpan
 from services.rollout.episode.admission import EpisodeLimit
 from services.rollout.episode.episode import Episode, EpisodeFailed, Prompt
@@ -199,7 +192,7 @@ class GroupGenerator:
             return []
         trajectories = [message for episode in episodes for message in episode.messages()]
         try:
-            return await self.job.teacher.scores(pack_tokens(prompt.rendered.token_ids), trajectories)
+            return await self.job.teacher.scores(arrays.pack_tokens(prompt.rendered.token_ids), trajectories)
         except (InvalidRequest, ValueError) as error:
             return Drop(DropReason.BAD_LOGPROBS, f"the teacher: {error}")
 
@@ -212,7 +205,7 @@ class GroupGenerator:
             prompt_id=lease.prompt_id,
             purpose=lease.purpose,
             data_source=lease.data_source,
-            prompt_tokens=pack_tokens(prompt.rendered.token_ids),
+            prompt_tokens=arrays.pack_tokens(prompt.rendered.token_ids),
             prompt_text=prompt.text,
             question=prompt.row.question,
             ground_truth=lease.ground_truth,
@@ -249,10 +242,10 @@ def prefixes(parts: Iterable[work_pb2.Part]) -> dict[int, Partial]:
     """What was sampled before of the response to each request of a lease."""
     return {
         part.request: Partial(
-            unpack_tokens(part.tokens),
-            unpack_logprobs(part.logprobs),
+            arrays.unpack_tokens(part.tokens),
+            arrays.unpack_logprobs(part.logprobs),
             tuple(VersionSpan(Version(v.version), v.start, v.end) for v in part.versions),
-            reported_experts(part.experts) if part.HasField("experts") else None,
+            arrays.reported_experts(part.experts) if part.HasField("experts") else None,
         )
         for part in assembled(parts)
     }
@@ -263,11 +256,11 @@ def unreported(responses: Mapping[int, Response]) -> list[work_pb2.Part]:
     parts = []
     for request, response in responses.items():
         new = response.after(response.kept)
-        experts = None if new.experts is None or response.kept_experts else pack_experts(new.experts)
+        experts = None if new.experts is None or response.kept_experts else arrays.pack_experts(new.experts)
         if len(new) or experts is not None:
             versions = [common_pb2.VersionSpan(version=v.version, start=v.start, end=v.end) for v in new.versions]
             part = work_pb2.Part(request=request, start=response.kept, versions=versions, experts=experts)
-            part.tokens, part.logprobs = pack_tokens(new.tokens), pack_logprobs(new.logprobs)
+            part.tokens, part.logprobs = arrays.pack_tokens(new.tokens), arrays.pack_logprobs(new.logprobs)
             parts.append(part)
     return parts
 
