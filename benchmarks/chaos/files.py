@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from benchmarks.chaos.observation import Observation
-from services.trainer.checkpoints.description import Description
+from services.trainer.checkpoints.checkpoint import Description
 
 PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
 LINE = "1 a checkpoint is complete"

@@ -19,7 +19,7 @@ from millrace.drops import DropReason
 from millrace.errors import InvalidState, MillraceError, Unavailable
 from millrace.ids import JobId
 from millrace.rest import JobState
-from services.coordinator.fleet.trainer import TrainerLeft, TrainerLost
+from services.coordinator.fleet.partition import TrainerLeft, TrainerLost
 from services.coordinator.jobs.loop import train
 from services.coordinator.jobs.placing import JobViews, Placing, WaitingEvents
 from services.coordinator.stages.checkpoint import recover, save_before_it_leaves

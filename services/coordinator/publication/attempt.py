@@ -19,8 +19,7 @@ from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans.manifest import Content
-from services.coordinator.fleet.partition import Partition
-from services.coordinator.fleet.trainer import Trainer, TrainerLost
+from services.coordinator.fleet.partition import Partition, Trainer, TrainerLost
 from services.coordinator.state.member import Member
 
 

@@ -22,8 +22,7 @@ from millrace.telemetry.spans.context import TraceContext, within
 from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import span
 from millrace.wire.enums import missing_of
-from services.coordinator.fleet.partition import Partition
-from services.coordinator.fleet.trainer import Trainer
+from services.coordinator.fleet.partition import Partition, Trainer
 from services.coordinator.observe.events import Events
 from services.coordinator.publication.publisher import Publisher
 from services.coordinator.publication.transfer_setup import SiblingCannotSend

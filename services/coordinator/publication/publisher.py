@@ -21,8 +21,7 @@ from millrace.ids import JobId, MemberId
 from millrace.spec.pool import ROLLOUT
 from millrace.weights.plans.manifest import Content
 from millrace.wire.deadlines import COMMIT_S
-from services.coordinator.fleet.partition import Partition
-from services.coordinator.fleet.trainer import Trainer, TrainerLost
+from services.coordinator.fleet.partition import Partition, Trainer, TrainerLost
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.publication.attempt import Attempt, BackgroundCalls, Sender, SiblingSender, TrainerSender

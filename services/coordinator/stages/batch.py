@@ -10,7 +10,7 @@ from millrace.contracts.methods import TrainerRpc
 from millrace.contracts.v1 import trainer_pb2
 from millrace.errors import OutOfMemory
 from millrace.ids import PromptId
-from services.coordinator.fleet.trainer import TrainerLost
+from services.coordinator.fleet.partition import TrainerLost
 from services.coordinator.stages.configure import holds_job
 from services.coordinator.stages.run import Run
 from services.coordinator.state.group import GroupSummary

@@ -19,8 +19,7 @@ from millrace.spec.pool import ROLLOUT
 from millrace.telemetry.spans.context import TraceContext
 from millrace.trackers import Tracker
 from services.coordinator.fleet.fleet import Fleet
-from services.coordinator.fleet.partition import Partition
-from services.coordinator.fleet.trainer import Trainer
+from services.coordinator.fleet.partition import Partition, Trainer
 from services.coordinator.observe.events import Events
 from services.coordinator.observe.prometheus import PrometheusMetrics
 from services.coordinator.observe.span_store import SpanStore

@@ -20,7 +20,7 @@ from millrace.contracts.v1 import trainer_pb2
 from millrace.errors import InvalidState, MillraceError, NotFound
 from millrace.ids import Version
 from millrace.telemetry.metrics.step.timing import STANDBY_COPY
-from services.coordinator.fleet.trainer import TrainerLost
+from services.coordinator.fleet.partition import TrainerLost
 from services.coordinator.stages.run import LOOK_EVERY_S, Run
 from services.coordinator.state.bell import waited
 from services.coordinator.state.member import Member, Unconfigured

@@ -22,8 +22,7 @@ from millrace.weights.folder_tensors import predicts_ahead
 from millrace.weights.loader.stored import pieces, published_dtype, stored_tensors
 from services.trainer.checkpoints import huggingface
 from services.trainer.checkpoints.box_files import BoxReader
-from services.trainer.checkpoints.checkpoint import open_checkpoint
-from services.trainer.checkpoints.description import WEIGHTS, Description
+from services.trainer.checkpoints.checkpoint import WEIGHTS, Description, open_checkpoint
 from services.trainer.checkpoints.foreign.module_names import empty_module, module_form
 from services.trainer.checkpoints.foreign.writing import CheckpointWriter, megatron_form
 from services.trainer.checkpoints.model_files import ModelFiles

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.chaos.files import checkpoint_is_whole, is_pickled, nothing_forbidden
 from millrace.ids import JobId, Version
-from services.trainer.checkpoints.description import Description
+from services.trainer.checkpoints.checkpoint import Description
 from tests.benchmarks.chaos.test_invariants import sound, with_record
 
 
