@@ -1,9 +1,9 @@
 """The algorithms: advantages, policy losses, KL, corrections and aggregation as pure functions on tensors.
 
-Each algorithm is one file with the name that users write: `advantages/grpo.py`, `policy_losses/ppo.py`,
-`corrections/icepop.py`. The signature of its function is its registration: a parameter annotated `Tensor` is an input
-that the caller computes; every other parameter is an option of the job with its range (`registry/options.py`) and its
-default.
+Each algorithm is a function with the name that users write, in a file of that name or of its family:
+`advantages/grpo.py`, `policy_losses/ppo.py`, `corrections/tis.py` with `tis_token` and others. The signature of the
+function is its registration: a parameter annotated `Tensor` is an input that the caller computes; every other
+parameter is an option of the job with its range (`registry/options.py`) and its default.
 
 - `registry/catalogue.py` reads the signatures without importing torch; job specs are validated against it.
 - `services/trainer/algorithms/` imports and calls the functions: built-in ones, and those from `file.py:function`.

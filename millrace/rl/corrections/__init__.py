@@ -1,4 +1,4 @@
-"""Corrections of the mismatch between the engine's log-probabilities and the trainer's. Each correction is one file.
+"""Corrections of the mismatch between the engine's log-probabilities and the trainer's. Each family is one file.
 
 A correction returns `(weights_bt, keep_bt, metrics_bt)`: bounded importance weights π_train/π_rollout (None means that
 all are 1), the tokens that stay in the loss, and metrics by name. A metric of each token, [B, T], is averaged over the

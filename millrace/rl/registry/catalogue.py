@@ -181,10 +181,20 @@ class AlgorithmEntry:
         return checked
 
 
-@cache
 def names(kind: AlgorithmKind) -> tuple[str, ...]:
     """Names of the built-in algorithms of a kind, sorted."""
-    return tuple(sorted(path.stem for path in (HERE / kind.value).glob("*.py") if not path.stem.startswith("_")))
+    return tuple(sorted(_files(kind)))
+
+
+@cache
+def _files(kind: AlgorithmKind) -> Mapping[str, Path]:
+    """The file of each built-in algorithm of a kind. `tis.py` has the function `tis`, or `tis_token` and others."""
+    return {
+        node.name: path
+        for path in (HERE / kind.value).glob("[!_]*.py")
+        for node in syntax_tree(path).body
+        if isinstance(node, ast.FunctionDef) and f"{node.name}_".startswith(f"{path.stem}_")
+    }
 
 
 def find(kind: AlgorithmKind, name: str, where: str = "") -> AlgorithmEntry:
@@ -200,7 +210,7 @@ def find(kind: AlgorithmKind, name: str, where: str = "") -> AlgorithmEntry:
 
 @cache
 def _built_in(kind: AlgorithmKind, name: str) -> AlgorithmEntry:
-    return _read(kind, name, HERE / kind.value / f"{name}.py", name, "")
+    return _read(kind, name, _files(kind)[name], name, "")
 
 
 def _read(kind: AlgorithmKind, name: str, path: Path, function: str, where: str) -> AlgorithmEntry:

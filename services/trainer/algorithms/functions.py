@@ -59,7 +59,7 @@ def module_of(entry: AlgorithmEntry) -> ModuleType:
     if entry.is_user_defined:
         with errors_with_place(entry):
             return load_file(entry.path.resolve())
-    return importlib.import_module(f"millrace.rl.{entry.kind.value}.{entry.name}")
+    return importlib.import_module(f"millrace.rl.{entry.kind.value}.{entry.path.stem}")
 
 
 LOSS = "(loss_bt, metrics_bt): the loss of each token, [B, T], and the metrics of each token by name"
