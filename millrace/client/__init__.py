@@ -78,7 +78,7 @@ class Client(Connection):
         """The jobs, or those in `state` and with `tag`, without their specs, the newest first. All of them, or at most
         `limit`."""
         found: list[JobSummary] = []
-        query: dict[str, Any] = {name: value for name, value in (("state", state), ("tag", tag)) if value}
+        query = _given(state=state or None, tag=tag or None)
         while limit is None or len(found) < limit:
             most = PAGE_JOBS if limit is None else min(PAGE_JOBS, limit - len(found))
             page = self._view(JobPage, "GET", "/v1/jobs", params={**query, "limit": most})
@@ -94,9 +94,8 @@ class Client(Connection):
 
     def note(self, job_id: str, *, tags: Sequence[str] | None = None, notes: str | None = None) -> JobView:
         """Replaces the job's tags, its notes, or both. Raises NotFound, and InvalidJob for a tag that is not valid."""
-        tree = {"tags": None if tags is None else list(tags), "notes": notes}
-        given = {name: value for name, value in tree.items() if value is not None}
-        return self._view(JobView, "PATCH", f"/v1/jobs/{job_id}", json=given)
+        tree = _given(tags=None if tags is None else list(tags), notes=notes)
+        return self._view(JobView, "PATCH", f"/v1/jobs/{job_id}", json=tree)
 
     def cancel(self, job_id: str) -> JobView:
         """Cancels the job. Raises NotFound, and InvalidState if the job has ended."""
@@ -159,12 +158,12 @@ class Client(Connection):
 
     def timeline(self, job_id: str, from_step: int | None = None, to_step: int | None = None) -> TimelineView:
         """What every service did from `from_step` to `to_step`; the last trained step by default. Raises NotFound."""
-        asked = {name: step for name, step in (("from_step", from_step), ("to_step", to_step)) if step is not None}
+        asked = _given(from_step=from_step, to_step=to_step)
         return self._view(TimelineView, "GET", f"/v1/jobs/{job_id}/timeline", params=asked)
 
     def diagnosis(self, job_id: str, from_step: int | None = None, to_step: int | None = None) -> DiagnosisView:
         """What slows the job down from `from_step` to `to_step`; in the last ten steps by default. Raises NotFound."""
-        asked = {name: step for name, step in (("from_step", from_step), ("to_step", to_step)) if step is not None}
+        asked = _given(from_step=from_step, to_step=to_step)
         return self._view(DiagnosisView, "GET", f"/v1/jobs/{job_id}/diagnosis", params=asked)
 
     def wait(self, job_id: str, timeout_s: float) -> JobView:
@@ -246,3 +245,8 @@ class Client(Connection):
         if self.job(job_id).state not in ENDED:
             return False
         return not any(True for _ in self._stream(f"/v1/jobs/{job_id}/events", after, follow=False))
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    """The values that are not None."""
+    return {name: value for name, value in values.items() if value is not None}

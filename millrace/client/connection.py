@@ -10,7 +10,6 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -36,17 +35,10 @@ TEMPORARY = (429, 502, 503, 504)
 """Statuses while the coordinator has too much to do, or Redis or a proxy is not available."""
 
 ERRORS: dict[int, type[errors.MillraceError]] = {
-    400: errors.InvalidJob,
-    403: errors.InvalidState,
+    **dict.fromkeys((400, 413, 415, 422), errors.InvalidJob),
+    **dict.fromkeys((403, 409), errors.InvalidState),
     404: errors.NotFound,
-    409: errors.InvalidState,
-    413: errors.InvalidJob,
-    415: errors.InvalidJob,
-    422: errors.InvalidJob,
-    429: errors.Unavailable,
-    502: errors.Unavailable,
-    503: errors.Unavailable,
-    504: errors.Unavailable,
+    **dict.fromkeys(TEMPORARY, errors.Unavailable),
 }
 
 
@@ -80,9 +72,7 @@ class Connection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

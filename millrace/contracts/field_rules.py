@@ -76,54 +76,45 @@ def _at_most(count: int) -> Rule:
 
 
 RULES: Mapping[str, Rule] = {
-    "job_id": ID,
-    "member_id": ID,
-    "prompt_id": ID,
-    "prompt_ids": Rule(
-        lambda ids: len(ids) <= MOST_SAMPLES and all(map(ID.holds, ids)), "holds what is no id", "send ids of prompts."
-    ),
-    "lease_id": ID,
-    "address": ADDRESS,
-    "work_address": ADDRESS,
-    "SaveRequest.path": PATH,
-    "FinishSaveRequest.path": PATH,
-    "LoadRequest.path": PATH,
-    "checkpoint": PATH,
-    "dtype": DTYPE,
-    "wait_s": SECONDS,
-    "deadline_s": DEADLINE,
-    "free_samples": _between(0, MOST_SAMPLES),
-    "world_size": RANKS,
-    "first_rank": RANKS,
-    "node_rank": RANKS,
-    "nodes": RANKS,
-    "generation": ID,
-    "life": ID,
-    "port": _between(0, 65_535),
-    "metrics_port": _between(0, 65_535),
-    "sessions_port": _between(0, 65_535),
-    "groups": SOME,
-    "StepRequest.part": _between(0, MOST_SAMPLES),
-    "step_groups": _between(0, MOST_SAMPLES),
-    "prompt_tokens": TOKENS,
-    "GroupRef.response_tokens": EACH_TOKENS,
-    "TrajectoryLengths.response_tokens": TOKENS,
-    "sampled_tokens": TOKENS,
-    "trajectories": SOME,
-    "samples": _between(0, 1024),
-    "max_response_tokens": TOKENS,
-    "temperature": _between(0, 100),
-    "top_p": _between(0, 1),
-    "top_k": _between(-1, 1 << 24),
-    "stop": Rule(
-        lambda texts: len(texts) <= 64 and all(map(TEXT.holds, texts)), "is too long", "send at most 64 texts."
-    ),
-    "message_bytes": _between(0, 1 << 40),
-    "RegisterRequest.partition": NAME,
-    "TailLogRequest.lines": _between(0, 200),
-    "CopyStateRequest.receivers": _at_most(MOST_HOSTS),
-    "MemberUsage.hosts": _at_most(MOST_HOSTS),
-    "MemberUsage.gpus": _at_most(MOST_GPUS),
+    name: rule
+    for names, rule in (
+        ("job_id member_id prompt_id lease_id generation life", ID),
+        (
+            "prompt_ids",
+            Rule(
+                lambda ids: len(ids) <= MOST_SAMPLES and all(map(ID.holds, ids)),
+                "holds what is no id",
+                "send ids of prompts.",
+            ),
+        ),
+        ("address work_address", ADDRESS),
+        ("SaveRequest.path FinishSaveRequest.path LoadRequest.path checkpoint", PATH),
+        ("dtype", DTYPE),
+        ("wait_s", SECONDS),
+        ("deadline_s", DEADLINE),
+        ("world_size first_rank node_rank nodes", RANKS),
+        ("port metrics_port sessions_port", _between(0, 65_535)),
+        ("groups trajectories", SOME),
+        ("free_samples StepRequest.part step_groups", _between(0, MOST_SAMPLES)),
+        ("prompt_tokens TrajectoryLengths.response_tokens sampled_tokens max_response_tokens", TOKENS),
+        ("GroupRef.response_tokens", EACH_TOKENS),
+        ("samples", _between(0, 1024)),
+        ("temperature", _between(0, 100)),
+        ("top_p", _between(0, 1)),
+        ("top_k", _between(-1, 1 << 24)),
+        (
+            "stop",
+            Rule(
+                lambda texts: len(texts) <= 64 and all(map(TEXT.holds, texts)), "is too long", "send at most 64 texts."
+            ),
+        ),
+        ("message_bytes", _between(0, 1 << 40)),
+        ("RegisterRequest.partition", NAME),
+        ("TailLogRequest.lines", _between(0, 200)),
+        ("CopyStateRequest.receivers MemberUsage.hosts", _at_most(MOST_HOSTS)),
+        ("MemberUsage.gpus", _at_most(MOST_GPUS)),
+    )
+    for name in names.split()
 }
 """The rule of a field, by its name or by those of message and field.
 Other texts have TEXT's limit, other numbers have to be finite."""

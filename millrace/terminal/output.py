@@ -30,17 +30,10 @@ Url = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
 
 STATE_STYLE = {
-    "queued": "yellow",
-    "starting": "yellow",
     "running": "cyan",
-    "paused": "yellow",
-    "pausing": "yellow",
-    "cancelling": "red",
-    "succeeded": "green",
-    "failed": "red",
-    "cancelled": "red",
-    "serving": "green",
-    "lost": "red",
+    **dict.fromkeys(("queued", "starting", "paused", "pausing"), "yellow"),
+    **dict.fromkeys(("succeeded", "serving"), "green"),
+    **dict.fromkeys(("cancelling", "cancelled", "failed", "lost"), "red"),
 }
 """Colours of the states of jobs and members; others have none."""
 
