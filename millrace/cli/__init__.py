@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -65,27 +66,16 @@ def export(context: typer.Context) -> None:
     raise typer.Exit(done.returncode)
 
 
-app.command("up", rich_help_panel=LOCAL)(stack.up)
-app.command("scale", rich_help_panel=LOCAL)(stack.scale)
-app.command("logs", rich_help_panel=LOCAL)(logs.logs)
-app.command("doctor", rich_help_panel=LOCAL)(doctor.doctor)
-app.command("validate", rich_help_panel=JOBS)(validate.validate)
-app.command("plan", rich_help_panel=JOBS)(plan.plan)
-app.command("top", rich_help_panel=JOBS)(top.top)
-app.command("submit", rich_help_panel=JOBS)(jobs.submit)
-app.command("watch", rich_help_panel=JOBS)(jobs.watch)
-app.command("jobs", rich_help_panel=JOBS)(jobs.jobs)
-app.command("note", rich_help_panel=JOBS)(jobs.note)
-app.command("show", rich_help_panel=JOBS)(show.show)
-app.command("report", rich_help_panel=JOBS)(show.report)
-app.command("compare", rich_help_panel=JOBS)(compare.compare)
-app.command("diagnose", rich_help_panel=JOBS)(show.diagnose)
-app.command("events", rich_help_panel=JOBS)(jobs.events)
-app.command("pause", rich_help_panel=JOBS)(jobs.pause)
-app.command("resume", rich_help_panel=JOBS)(jobs.resume)
-app.command("cancel", rich_help_panel=JOBS)(jobs.cancel)
-app.command("delete", rich_help_panel=JOBS)(jobs.delete)
-app.command("fleet", rich_help_panel=JOBS)(jobs.fleet)
-app.command("drain", rich_help_panel=JOBS)(jobs.drain)
+COMMANDS: dict[str, tuple[Callable[..., object], ...]] = {
+    LOCAL: (stack.up, stack.scale, logs.logs, doctor.doctor),
+    JOBS: (
+        *(validate.validate, plan.plan, top.top, jobs.submit, jobs.watch, jobs.jobs, jobs.note),
+        *(show.show, show.report, compare.compare, show.diagnose, jobs.events),
+        *(jobs.pause, jobs.resume, jobs.cancel, jobs.delete, jobs.fleet, jobs.drain),
+    ),
+}
+for panel, commands in COMMANDS.items():
+    for command in commands:
+        app.command(command.__name__, rich_help_panel=panel)(command)
 app.add_typer(jobs.webhooks, name="webhook", rich_help_panel=JOBS)
 app.add_typer(users.app, name="users", rich_help_panel=JOBS)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import typer
@@ -237,29 +237,26 @@ def deepep() -> Finding:
 
 def sandbox() -> Finding:
     """How far reward functions are separated from the replica that runs them: a sandbox is started."""
-    try:
-        missing = tuple(sandbox_probe.missing())
-    except Unavailable as error:
-        return Finding("sandbox", Need.GENERATE, Verdict.BROKEN, error.what, error.fix)
-    if not missing:
-        return Finding("sandbox", Need.GENERATE, Verdict.GOOD, f"reward functions have their own {', '.join(Boundary)}")
-    found = f"reward functions are not separated in {listed(missing)}"
+    good = f"reward functions have their own {', '.join(Boundary)}"
     fix = "allow user namespaces, or run replicas as root with CAP_SYS_ADMIN: docs/running.md has more"
-    return Finding("sandbox", Need.GENERATE, Verdict.MISSING, found, fix, missing)
+    return _separation("sandbox", "scorers", good, "reward functions are not separated in {}", fix)
 
 
 def programs() -> Finding:
     """Whether the reward `code` can run programs of answers, each in a sandbox inside that of a scorer."""
-    try:
-        missing = tuple(sandbox_probe.missing("programs"))
-    except Unavailable as error:
-        return Finding("programs", Need.GENERATE, Verdict.BROKEN, error.what, error.fix)
-    if not missing:
-        found = "the reward `code` can run programs of answers"
-        return Finding("programs", Need.GENERATE, Verdict.GOOD, found)
-    found = f"the reward `code` refuses jobs: its programs are not separated in {listed(missing)}"
+    lacking = "the reward `code` refuses jobs: its programs are not separated in {}"
     fix = "allow user namespaces inside others; no other reward needs that: docs/running.md has more"
-    return Finding("programs", Need.GENERATE, Verdict.MISSING, found, fix, missing)
+    return _separation("programs", "programs", "the reward `code` can run programs of answers", lacking, fix)
+
+
+def _separation(name: str, of: Literal["scorers", "programs"], good: str, lacking: str, fix: str) -> Finding:
+    try:
+        missing = tuple(sandbox_probe.missing(of))
+    except Unavailable as error:
+        return Finding(name, Need.GENERATE, Verdict.BROKEN, error.what, error.fix)
+    if not missing:
+        return Finding(name, Need.GENERATE, Verdict.GOOD, good)
+    return Finding(name, Need.GENERATE, Verdict.MISSING, lacking.format(listed(missing)), fix, missing)
 
 
 def redis_server() -> Finding:

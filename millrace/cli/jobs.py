@@ -1,15 +1,14 @@
 """Commands that call the coordinator: submit, watch, jobs, events, pause, resume, cancel, fleet, drain."""
 
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from millrace.cli.names import JobName, MemberName, job_id, member_id
-from millrace.cli.settings import Settings, Swept, Variant, applied, changes_of, variants_of
+from millrace.cli.settings import Settings, SpecFile, Swept, changes_of, read, variants_of
 from millrace.client import Client
 from millrace.errors import InvalidState
 from millrace.events import Event
@@ -33,13 +32,8 @@ from millrace.terminal.output import (
 )
 from millrace.terminal.watch import follow
 
-if TYPE_CHECKING:
-    from millrace.spec import JobSpec
-    from millrace.spec.document import Document
-
 LISTED = 50
 """Jobs that `millrace jobs` lists by default."""
-SpecFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec, YAML or JSON.", show_default=False)]
 
 
 def submit(
@@ -65,7 +59,7 @@ def submit(
     if watch and len(variants) > 1:
         what = f"--watch: it shows one job, and these are {len(variants)}."
         raise InvalidState(what, "leave it out, and see them all with `millrace top`.")
-    checked = [_variant(spec, variant) for variant in variants]
+    checked = [read(spec, variant) for variant in variants]
     submitted = []
     with Client(url) as client:
         for variant, (document, tree) in zip(variants, checked, strict=True):
@@ -83,18 +77,6 @@ def submit(
             raise typer.Exit(follow(client, submitted[0].id, as_json))
     if as_json:
         print_json(submitted if len(variants) > 1 else submitted[0])
-
-
-def _variant(spec: Path, variant: Variant) -> "tuple[Document, JobSpec]":
-    """The file with the values of one job of a sweep. Raises InvalidJob."""
-    from millrace.spec import parse
-    from millrace.spec.document import Document
-
-    document = Document.of_file(spec)
-    if isinstance(document.tree, Mapping):
-        document.change(applied(document.tree, variant))
-    with document.lines():
-        return document, parse(document.tree)
 
 
 def watch(job: JobName = "last", url: Url = None, as_json: AsJson = False) -> None:

@@ -1,11 +1,10 @@
 """`millrace plan`: what a job would need, and how long its steps would take, on GPUs that need not be there."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millrace.cli.settings import Settings, changes_of
+from millrace.cli.settings import Settings, SpecFile, Variant, changes_of, known_engine, read
 from millrace.terminal.output import AsJson, people, print_json
 from millrace.validation.limits import MOST_RANKS, MOST_TOKENS
 
@@ -13,77 +12,54 @@ if TYPE_CHECKING:
     from millrace.planner.search import Request
     from millrace.spec import JobSpec
 
-Gpus = Annotated[
-    int | None,
-    typer.Option("--trainer-gpus", min=1, max=MOST_RANKS, help="GPUs of the trainer; without it, the fewest possible."),
-]
-RolloutGpus = Annotated[
-    int | None,
-    typer.Option("--rollout-gpus", min=1, max=MOST_RANKS, help="GPUs of all replicas; without it, those of one."),
-]
-Kind = Annotated[
-    str, typer.Option("--gpu", help="h20, h100, h200, a100, b200, or a YAML file with the figures of another GPU.")
-]
-Engine = Annotated[str, typer.Option("--engine", help="Engine of the replicas.")]
-ModelName = Annotated[
-    str | None,
-    typer.Option(
-        "--model", help="A published model whose sizes to take instead of the job's folder: qwen3-8b, deepseek-v3."
-    ),
-]
-MeanPrompt = Annotated[
-    float | None,
-    typer.Option(
-        "--mean-prompt", min=1, max=MOST_TOKENS, help="Mean length of prompts; without it, a quarter of the longest."
-    ),
-]
-MeanResponse = Annotated[
-    float | None,
-    typer.Option(
-        "--mean-response",
-        min=1,
-        max=MOST_TOKENS,
-        help="Mean length of responses; without it, a quarter of the longest.",
-    ),
-]
-MeanImage = Annotated[
-    float | None,
-    typer.Option(
-        "--mean-image-tokens",
-        min=0,
-        max=MOST_TOKENS,
-        help="Mean tokens of a prompt's image, in a job with data.images; without it, half of the prompt.",
-    ),
-]
-Colocated = Annotated[
-    bool,
-    typer.Option(
-        "--colocated",
-        help="Let trainer and replicas take turns on the trainer's GPUs. Millrace does not run so: for comparison.",
-    ),
-]
-Search = Annotated[
-    bool,
-    typer.Option(
-        "--search",
-        help="Propose layouts of the job's backend that fit, the fastest first; without --trainer-gpus, on the fewest "
-        "GPUs that any layout fits.",
-    ),
-]
-
 
 def plan(
-    spec: Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec, YAML or JSON.", show_default=False)],
-    trainer_gpus: Gpus = None,
-    rollout_gpus: RolloutGpus = None,
-    gpu: Kind = "h100",
-    engine: Engine = "vllm",
-    model: ModelName = None,
-    mean_prompt: MeanPrompt = None,
-    mean_response: MeanResponse = None,
-    mean_image_tokens: MeanImage = None,
-    colocated: Colocated = False,
-    search: Search = False,
+    spec: SpecFile,
+    trainer_gpus: Annotated[
+        int | None, typer.Option(min=1, max=MOST_RANKS, help="GPUs of the trainer; without it, the fewest possible.")
+    ] = None,
+    rollout_gpus: Annotated[
+        int | None, typer.Option(min=1, max=MOST_RANKS, help="GPUs of all replicas; without it, those of one.")
+    ] = None,
+    gpu: Annotated[
+        str, typer.Option(help="h20, h100, h200, a100, b200, or a YAML file with the figures of another GPU.")
+    ] = "h100",
+    engine: Annotated[str, typer.Option(help="Engine of the replicas.")] = "vllm",
+    model: Annotated[
+        str | None,
+        typer.Option(help="A published model whose sizes to take instead of the job's folder: qwen3-8b, deepseek-v3."),
+    ] = None,
+    mean_prompt: Annotated[
+        float | None,
+        typer.Option(min=1, max=MOST_TOKENS, help="Mean length of prompts; without it, a quarter of the longest."),
+    ] = None,
+    mean_response: Annotated[
+        float | None,
+        typer.Option(min=1, max=MOST_TOKENS, help="Mean length of responses; without it, a quarter of the longest."),
+    ] = None,
+    mean_image_tokens: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=MOST_TOKENS,
+            help="Mean tokens of a prompt's image, in a job with data.images; without it, half of the prompt.",
+        ),
+    ] = None,
+    colocated: Annotated[
+        bool,
+        typer.Option(
+            "--colocated",
+            help="Let trainer and replicas take turns on the trainer's GPUs. Millrace does not run so: for comparison.",
+        ),
+    ] = False,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search",
+            help="Propose layouts of the job's backend that fit, the fastest first; without --trainer-gpus, on the "
+            "fewest GPUs that any layout fits.",
+        ),
+    ] = False,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -103,7 +79,7 @@ def plan(
     from millrace.planner.search import Request, model_shape
     from millrace.planner.workload import workload
 
-    figures, job = hardware(gpu), _job(spec, settings)
+    figures, (_, job) = hardware(gpu), read(spec, Variant("", changes_of(settings)))
     shape = model_shape(job, model)
     cluster = Cluster(figures, *_gpus(job, engine, trainer_gpus, rollout_gpus), colocated)
     work = workload(job, mean_prompt, mean_response, mean_image_tokens)
@@ -133,24 +109,9 @@ def _search(request: "Request", smallest: bool, as_json: bool) -> None:
         people().print(line, markup=False)
 
 
-def _job(path: Path, settings: Settings) -> "JobSpec":
-    """The job of the file with the changes of --set. Raises InvalidJob."""
-    from millrace.spec import parse
-    from millrace.spec.document import Document
-
-    document = Document.of_file(path)
-    document.change(changes_of(settings))
-    with document.lines():
-        return parse(document.tree)
-
-
 def _gpus(job: "JobSpec", engine: str, trainer: int | None, rollout: int | None) -> tuple[int, int]:
     """GPUs of trainer and replicas; if they are not given, the fewest that the job's options allow."""
-    from millrace.engines import ENGINES
-    from millrace.errors import NotFound
     from millrace.memory.prediction import fewest_ranks
 
-    if engine not in ENGINES:
-        raise NotFound(f"--engine: {engine}: there is no such engine.", f"give one of {', '.join(ENGINES)}.")
-    replica = ENGINES[engine].world_size(job.rollout.options_of(engine))
+    replica = known_engine(engine).world_size(job.rollout.options_of(engine))
     return trainer or fewest_ranks(job), rollout or replica

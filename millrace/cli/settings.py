@@ -4,11 +4,18 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from millrace.errors import InvalidJob, Mistake
+from millrace.descriptors import EngineDescriptor
+from millrace.engines import ENGINES
+from millrace.errors import InvalidJob, Mistake, NotFound
+
+if TYPE_CHECKING:
+    from millrace.spec import JobSpec
+    from millrace.spec.document import Document
 
 MOST_SWEPT = 256
 """Jobs of one sweep."""
@@ -33,6 +40,9 @@ Swept = Annotated[
 ]
 
 
+SpecFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec, YAML or JSON.", show_default=False)]
+
+
 @dataclass(frozen=True)
 class Variant:
     """One job of a sweep."""
@@ -40,6 +50,25 @@ class Variant:
     suffix: str
     """Says which values it has, for its name: `lr-1e-6.seed-1`. Empty if there is only one job."""
     changes: dict[str, Any]
+
+
+def read(path: Path, variant: Variant) -> "tuple[Document, JobSpec]":
+    """The job spec of a file with the values of --set in place of the file's. Raises InvalidJob."""
+    from millrace.spec import parse
+    from millrace.spec.document import Document
+
+    document = Document.of_file(path)
+    if isinstance(document.tree, Mapping):
+        document.change(applied(document.tree, variant))
+    with document.lines():
+        return document, parse(document.tree)
+
+
+def known_engine(name: str) -> EngineDescriptor:
+    """The engine that --engine names. Raises NotFound."""
+    if name not in ENGINES:
+        raise NotFound(f"--engine: {name}: there is no such engine.", f"give one of {', '.join(ENGINES)}.")
+    return ENGINES[name]
 
 
 def changes_of(settings: Sequence[str] | None) -> dict[str, Any]:

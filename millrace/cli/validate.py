@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from millrace.admission.advice import across_hosts
-from millrace.cli.settings import Settings, changes_of
-from millrace.errors import NotFound
+from millrace.cli.settings import Settings, SpecFile, Variant, changes_of, known_engine, read
 from millrace.terminal.output import AsJson, people, print_json
 from millrace.validation.limits import MOST_RANKS
 
@@ -20,7 +19,7 @@ WORTH_SHOWING = 10_000
 
 
 def validate(
-    spec: Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec, YAML or JSON.", show_default=False)],
+    spec: SpecFile,
     fields_only: Annotated[
         bool, typer.Option("--fields-only", help="Do not check the files that the spec names.")
     ] = False,
@@ -58,14 +57,10 @@ def validate(
     from millrace import hub
     from millrace.admission import submission, thorough
     from millrace.admission.advice import advice
-    from millrace.spec import parse
-    from millrace.spec.document import Document
 
-    document, notes = Document.of_file(spec), list[str]()
-    document.change(changes_of(settings))
-    with document.lines():
-        checked = parse(document.tree)
-        if not fields_only:
+    (document, checked), notes = read(spec, Variant("", changes_of(settings))), list[str]()
+    if not fields_only:
+        with document.lines():
             pinned = submission.check(checked.model_dump(mode="json"))
             for line in thorough.look(hub.local(pinned, data=True), _progress, judges=judges):
                 if not as_json:
@@ -84,13 +79,11 @@ def validate(
 def _memory(spec: "JobSpec", gpu_memory_gib: float, trainer_gpus: int | None, engine: str) -> Iterable[str]:
     """The lines of `--memory`. Raises InvalidJob if the model's config cannot be read, NotFound for an engine that
     does not exist, and InvalidState for a number of GPUs that the options do not allow."""
-    from millrace.engines import ENGINES
     from millrace.memory import text
     from millrace.memory.prediction import fewest_ranks, predict_replica
     from millrace.memory.shape import decoder_shape
 
-    if engine not in ENGINES:
-        raise NotFound(f"--engine: {engine}: there is no such engine.", f"give one of {', '.join(ENGINES)}.")
+    known_engine(engine)
     shape, gpu_bytes = decoder_shape(Path(spec.model.path)), gpu_memory_gib * text.GIB
     ranks = trainer_gpus or fewest_ranks(spec)
     yield from text.trainer_lines(spec, shape, ranks, gpu_bytes)
