@@ -95,12 +95,19 @@ def _methods(files: Sequence[FileDescriptorProto], types: dict[str, str]) -> str
     for package, service in services:
         lines += ["", "", f"class {service.name}Rpc:"]
         for method in service.method:
-            lines.append(f"    {method.name} = {'Streaming' if method.server_streaming else 'Unary'}(")
-            request, response = types[method.input_type], types[method.output_type]
-            arguments = (f'"{package}.{service.name}"', f'"{method.name}"', request, response)
-            lines += [f"        {argument}," for argument in arguments]
-            lines.append("    )")
+            begin = f"    {method.name} = {'Streaming' if method.server_streaming else 'Unary'}("
+            named = (f'"{package}.{service.name}"', f'"{method.name}"')
+            lines += _call(begin, [*named, types[method.input_type], types[method.output_type]])
     return "\n".join(lines) + "\n"
+
+
+def _call(begin: str, arguments: Sequence[str]) -> list[str]:
+    """A call as the formatter writes it: in one line, with its arguments in one line, or with a line for each."""
+    text = ", ".join(arguments)
+    if len(begin + text) < LINE:
+        return [f"{begin}{text})"]
+    inside = [text] if len(text) + 8 <= LINE else [f"{argument}," for argument in arguments]
+    return [begin, *(f"        {line}" for line in inside), "    )"]
 
 
 def main() -> None:
