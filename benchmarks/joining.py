@@ -10,32 +10,22 @@ before and while it joins, and how far the engine's probabilities are from the t
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
-from benchmarks.shapes import config_of
-from millrace.bench.layouts import manifest
+from benchmarks.shapes import config_of, random_model
+from benchmarks.stacks import letters_job, stack_in, waited
 from millrace.client import Client
-from millrace.demo.run import ENVIRONMENT
-from millrace.demo.tasks import TASKS, write_task_data
-from millrace.demo.tokenizer import byte_tokenizer
 from millrace.engines import ENGINE_NAMES
 from millrace.events import PublicationDone
 from millrace.local import child_processes
 from millrace.local.host import visible_devices
-from millrace.local.options import StackOptions
-from millrace.local.ports import free_port
 from millrace.local.stack import Stack
 from millrace.megatron.architectures.published import SHAPES, shape_of
 from millrace.rest import JobState
@@ -44,13 +34,8 @@ from millrace.telemetry.metrics.step.mismatch import MISMATCH_SUMMARY
 from services.rollout.replica import CONFIGURED
 from services.rollout.weights.receiver import VERSION_COMMITTED
 
-REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return (sum(solution_str.encode()) % 101) / 100
-"""
 JOINS_AT = 4
 """The step from which on another replica joins."""
-SHARD_BYTES = 4 << 30
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -77,107 +62,57 @@ def main() -> None:
         print(json.dumps(measure(Path(folder), options), indent=2))
 
 
-def make_model(folder: Path, shape: str) -> None:
-    """A Hugging Face folder of random weights, in shards."""
-    folder.mkdir()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    (folder / "config.json").write_text(json.dumps(config_of(shape_of(shape))))
-    byte_tokenizer().save_pretrained(folder)
-    torch.manual_seed(0)
-    part: dict[str, torch.Tensor] = {}
-    where: dict[str, str] = {}
-    shards = 0
-
-    def write() -> None:
-        nonlocal part, shards
-        name = f"model-{shards:05d}.safetensors"
-        save_file(part, folder / name)
-        where.update(dict.fromkeys(part, name))
-        part, shards = {}, shards + 1
-
-    tensors = manifest(shape_of(shape)).tensors
-    for info in tensors:
-        tensor = torch.empty(info.shape, dtype=torch.bfloat16, device=device)
-        tensor = tensor.normal_(0.0, 0.02) if tensor.dim() > 1 else tensor.fill_(1.0)
-        part[info.name] = tensor.cpu()
-        if sum(t.nbytes for t in part.values()) > SHARD_BYTES:
-            write()
-    if part:
-        write()
-    index = {"metadata": {"total_size": sum(t.bytes for t in tensors)}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 def job(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    (folder / "reward.py").write_text(REWARD)
-    train, _ = write_task_data(TASKS["reverse"], folder / "data", seed=0)
-    return {
-        "name": f"joining {options.shape}",
-        "output": str(folder / "output"),
-        "model": {"path": str(folder / "model")},
-        "data": {"files": [str(train)], "max_prompt_tokens": 48},
-        "reward": {"function": f"{folder / 'reward.py'}:compute_score", "workers": 2},
-        "rollout": {
+    return letters_job(
+        folder,
+        name=f"joining {options.shape}",
+        rollout={
             "samples_per_prompt": 8,
             "max_response_tokens": options.tokens,
             "dtype": "bfloat16",
             "engine_options": options.engine_options,
         },
-        "trainer": {
+        trainer={
             "backend": "megatron",
             "dtype": "bfloat16",
             "token_budget": options.token_budget,
             "optimizer": {"lr": 1e-6},
         },
-        "schedule": {"steps": 100_000, "prompts_per_step": 16, "max_staleness": 1},
-        "deadlines": {"configure_s": 400, "step_s": 300, "publication_s": 60, "save_s": 300},
-    }
+        schedule={"steps": 100_000, "prompts_per_step": 16, "max_staleness": 1},
+        deadlines={"configure_s": 400, "step_s": 300, "publication_s": 60, "save_s": 300},
+    )
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
-    make_model(folder / "model", options.shape)
+    random_model(folder / "model", config_of(shape_of(options.shape)))
     made_s = time.monotonic() - began
-    devices = visible_devices()
-    stack_options = StackOptions(
-        state=str(folder / "stack"),
-        ranks=options.ranks,
-        engine=options.engine,
-        http_port=free_port(),
-        grpc_port=free_port(),
-        environment={name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()},
-    )
-    log = folder / "joiner.log"
-    with Stack(stack_options) as stack, Client(stack.url) as client:
-        try:
-            found = followed(stack, client, options, devices[options.ranks + 1 :], log, job(folder, options))
-        except BaseException:
-            for file in [log, *sorted(Path(stack_options.state).glob("logs/*.log"))]:
-                if file.exists():
-                    print(f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}", file=sys.stderr)
-            raise
+    devices = visible_devices()[options.ranks + 1 :]
+    with stack_in(folder / "stack", ranks=options.ranks, engine=options.engine) as (stack, client):
+        found = followed(stack, client, options, devices, job(folder, options))
     return {"shape": options.shape, "ranks": options.ranks, "engine": options.engine, "made_s": made_s, **found}
 
 
 def followed(
-    stack: Stack, client: Client, options: argparse.Namespace, devices: list[str], log: Path, spec: dict[str, Any]
+    stack: Stack, client: Client, options: argparse.Namespace, devices: list[str], spec: dict[str, Any]
 ) -> dict[str, Any]:
-    until = time.monotonic() + options.limit_s
+    log, until = stack.options.folder / "logs" / "joiner.log", time.monotonic() + options.limit_s
     job_id = client.submit(spec).id
     joiner = None
     joined: JoinTimes | None = None
     try:
         if not options.alone:
-            _wait(lambda: _step(client, job_id) >= JOINS_AT or None, until)
+            waited(lambda: _step(client, job_id) >= JOINS_AT, options.limit_s)
             argv = (sys.executable, "-m", "services.rollout", "--coordinator", stack.coordinator, "--port", "0")
             visible = {"CUDA_VISIBLE_DEVICES": devices[0]} if devices else {}
             environment = {**stack.options.environment, "MILLRACE_HOST": "127.0.0.1", **visible}
             with log.open("wb") as output:
                 joiner = child_processes.start((*argv, "--engine", options.engine), environment, output)
-            engine_up = _wait(lambda: _logged_at(log, CONFIGURED), until)
-            joined = JoinTimes(engine_up, _wait(lambda: _logged_at(log, VERSION_COMMITTED), until))
+            engine_up = waited(lambda: _logged_at(log, CONFIGURED), until - time.monotonic())
+            serving = waited(lambda: _logged_at(log, VERSION_COMMITTED), until - time.monotonic())
+            joined = JoinTimes(engine_up, serving)
         last = _step(client, job_id) + options.steps
-        _wait(lambda: _step(client, job_id) >= last or None, until)
+        waited(lambda: _step(client, job_id) >= last, until - time.monotonic())
         return _figures(client, job_id, joined)
     finally:
         client.cancel(job_id)
@@ -233,15 +168,6 @@ def _step(client: Client, job_id: str) -> int:
     if view.state in (JobState.FAILED, JobState.CANCELLED):
         raise RuntimeError(f"the job {view.state}: {view.failure}")
     return view.step
-
-
-def _wait(find: Callable[[], Found | None], until: float) -> Found:
-    """The first result of `find` that is not None. Raises TimeoutError at `until` (time.monotonic())."""
-    while (found := find()) is None:
-        if time.monotonic() > until:
-            raise TimeoutError("the time is over")
-        time.sleep(0.1)
-    return found
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.shapes import config_of
+from benchmarks.shapes import config_of, cut
 from benchmarks.training import draw_weights
 from millrace.errors import MillraceError
 from millrace.megatron.architectures.published import shape_of
+from millrace.megatron.architectures.shape import ModelShape
 from millrace.memory.ledger import KEPT
 from millrace.spec import JobSpec, parse
 from services.trainer.backends import build
@@ -154,11 +155,8 @@ def measured(case: Case, folder: Path, world: World, options: argparse.Namespace
     return {**row, "tokens_per_s": round(tokens / sum(seconds[1:])), **values}
 
 
-def shape(options: argparse.Namespace) -> Any:
-    whole = shape_of(options.shape)
-    layers = options.layers or whole.layers
-    experts = whole.experts and replace(whole.experts, layers=whole.experts.layers[:layers])
-    return replace(whole, layers=layers, experts=experts, vocabulary=options.vocabulary or whole.vocabulary)
+def shape(options: argparse.Namespace) -> ModelShape:
+    return cut(shape_of(options.shape), options.layers, options.vocabulary)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

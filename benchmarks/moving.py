@@ -10,23 +10,17 @@ from when it was asked until its engine was ready. The first job finds a replica
 
 import argparse
 import json
-import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.replica import made_model
+from benchmarks.stacks import letters_job, stack_in
 from millrace.client import Client
-from millrace.demo.run import ENVIRONMENT
-from millrace.demo.tasks import TASKS, write_task_data
 from millrace.events import JobMoved, MemberConfigured, MemberJoined
-from millrace.local.options import StackOptions
-from millrace.local.ports import free_port
-from millrace.local.stack import Stack
 from millrace.rest import JobState
 
 SLOTS = 32
@@ -42,51 +36,39 @@ def main() -> None:
         print(json.dumps(measure(Path(folder), options), indent=2))
 
 
-def job(folder: Path, name: str, data: Path, slots: int) -> dict[str, Any]:
+def job(folder: Path, name: str, slots: int) -> dict[str, Any]:
     model = folder / f"model-{name}"
     shutil.copytree(folder / "model", model)
-    return {
-        "name": name,
-        "output": str(folder / f"output-{name}"),
-        "model": {"path": str(model)},
-        "data": {"files": [str(data)], "max_prompt_tokens": 48},
-        "reward": {"function": "exact", "workers": 1},
-        "rollout": {
+    return letters_job(
+        folder,
+        name=name,
+        output=str(folder / f"output-{name}"),
+        model={"path": str(model)},
+        reward={"function": "exact", "workers": 1},
+        rollout={
             "samples_per_prompt": 4,
             "max_response_tokens": 16,
             "dtype": "float32",
             "engine_options": {"vllm": {"max_num_seqs": slots, "max_model_len": 64, "enforce_eager": True}},
         },
-        "trainer": {"dtype": "float32", "token_budget": 4096},
-        "schedule": {"steps": 1, "prompts_per_step": 4},
-        "deadlines": {"configure_s": 300, "step_s": 120, "publication_s": 60, "save_s": 60, "no_replica_s": 300},
-    }
+        trainer={"dtype": "float32", "token_budget": 4096},
+        schedule={"steps": 1, "prompts_per_step": 4},
+        deadlines={"configure_s": 300, "step_s": 120, "publication_s": 60, "save_s": 60, "no_replica_s": 300},
+    )
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     (folder / "model").mkdir()
     made_model(folder / "model")
-    data, _ = write_task_data(TASKS["reverse"], folder / "data", seed=0)
-    stack_options = StackOptions(
-        state=str(folder / "stack"),
-        http_port=free_port(),
-        grpc_port=free_port(),
-        environment={name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()},
-    )
     jobs, slots = [("first", SLOTS)], SLOTS
     for number in range(options.rounds):
         jobs.append((f"kept-{number}", slots))
         slots += 1
         jobs.append((f"another-{number}", slots))
     found: dict[str, dict[str, Any]] = {}
-    with Stack(stack_options) as stack, Client(stack.url) as client:
-        try:
-            for name, each in jobs:
-                found[name] = followed(client, job(folder, name, data, each), options.limit_s)
-        except BaseException:
-            for file in sorted(Path(stack_options.state).glob("logs/*.log")):
-                print(f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}", file=sys.stderr)
-            raise
+    with stack_in(folder / "stack") as (_, client):
+        for name, each in jobs:
+            found[name] = followed(client, job(folder, name, each), options.limit_s)
     for figures in found.values():
         assert figures["kept_engine"] == (figures is not found["first"] and not figures["engine_changes"])
     ways = {

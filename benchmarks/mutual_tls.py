@@ -18,13 +18,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.stacks import finished, stack_in
 from millrace.client import Client
-from millrace.demo.run import ENVIRONMENT, prepared
+from millrace.demo.run import prepared
 from millrace.events import PublicationDone
-from millrace.local.options import StackOptions
-from millrace.local.ports import free_port
-from millrace.local.stack import Stack
-from millrace.rest import JobState
 from tests.certificates import Authority
 
 JOB_S = 900.0
@@ -62,8 +59,9 @@ def main() -> None:
         clients = {}
         for tls, variables in sides:
             with _environment(variables):
-                stack = held.enter_context(Stack(_options(state / time.strftime(f"%H%M%S-{tls}"), options.engine)))
-                clients[tls] = held.enter_context(stack.client())
+                folder = state / time.strftime(f"%H%M%S-{tls}")
+                stack = stack_in(folder, engine=options.engine, standby=False)
+                _, clients[tls] = held.enter_context(stack)
                 assert clients[tls].url.startswith("https:" if tls else "http:")
         for number in range(options.repeats):
             for tls, variables in sides if number % 2 == 0 else reversed(sides):
@@ -77,18 +75,6 @@ def main() -> None:
         print(json.dumps({"figure": name, "plaintext": median(plain), "TLS": median(by_tls), "ratios": ratios}))
 
 
-def _options(state: Path, engine: str) -> StackOptions:
-    environment = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
-    return StackOptions(
-        state=str(state),
-        engine=engine,
-        standby=False,
-        http_port=free_port(),
-        grpc_port=free_port(),
-        environment=environment,
-    )
-
-
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     os.environ.update(variables)
@@ -100,9 +86,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _run(client: Client, job: dict[str, Any], output: str, tls: bool) -> Figures:
-    view = client.submit(job | {"output": f"{output}-{time.time_ns()}"})
-    ended = client.wait(view.id, JOB_S)
-    assert ended.state is JobState.SUCCEEDED, (ended.state, ended.failure)
+    view = finished(client, job | {"output": f"{output}-{time.time_ns()}"}, JOB_S)
     rows = [row.values for row in client.metrics(view.id) if row.step > FIRST]
     done = [event.data for event in client.events(view.id, follow=False) if isinstance(event.data, PublicationDone)]
     tokens = sum(row["perf/total_num_tokens"] for row in rows)

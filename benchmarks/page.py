@@ -24,16 +24,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.stored_jobs import store_jobs
 from millrace.contracts.methods import FleetRpc
 from millrace.contracts.v1 import fleet_pb2
-from millrace.ids import JobId, new_job_id, new_member_id
-from millrace.rest import JobState, SampleView, StepMetrics
-from millrace.spec import parse
+from millrace.ids import JobId, new_member_id
+from millrace.rest import SampleView, StepMetrics
 from millrace.wire.channel import PROTOCOL_VERSION, Peer
 from services.coordinator.observe import series
 from services.coordinator.observe.series import Point
 from services.coordinator.redis_server import RedisServer
-from services.coordinator.state.job import JobRecord
 from services.coordinator.store import Store
 from services.coordinator.store.records import Records
 from tests.services.coordinator.conftest import CoordinatorProcess, running
@@ -105,26 +104,15 @@ async def fill_samples(records: Records, samples: int, steps: int) -> None:
 
 
 async def fill(url: str, spec: dict[str, Any], options: argparse.Namespace) -> JobId:
-    """Stores all jobs; answers the large one's id. It has succeeded, as all others, so that nobody runs it."""
+    """Stores all jobs; answers the large one's id. It is cancelled, as all others, so that nobody runs it."""
     store = Store(url)
-    spec_json, now = parse(spec).model_dump_json(), time.time()
     try:
-        for number in range(options.jobs):
-            large = number == options.jobs - 1
-            record = JobRecord(
-                id=new_job_id(),
-                name="large" if large else f"job {number}",
-                state=JobState.QUEUED,
-                spec_json=spec_json,
-                created_s=now - options.jobs + number,
-            )
-            await store.jobs.create(record)
-            await store.jobs.move(record.id, JobState.CANCELLED, "cancelled", finished_s=now - 7200)
-        records = store.records(record.id)
+        job_id = await store_jobs(store, spec, options.jobs, queued=0)
+        records = store.records(job_id)
         await fill_steps(records, options.steps)
         await fill_samples(records, options.samples, options.steps)
-        await store.jobs.update(record.id, step=options.steps, version=options.steps, reward=0.5)
-        return record.id
+        await store.jobs.update(job_id, step=options.steps, version=options.steps, reward=0.5)
+        return job_id
     finally:
         await store.close()
 

@@ -12,7 +12,6 @@ import argparse
 import hashlib
 import io
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
+from benchmarks.stacks import stack_in
 from millrace.data.row import PromptRow, write_rows
 from millrace.demo.model import PATCHES
-from millrace.demo.run import ENVIRONMENT
 from millrace.demo.tasks import IMAGE, VIDEO, VISION_END, VISION_START
 from millrace.demo.tokenizer import CHAT_TEMPLATE_WITH_IMAGES
-from millrace.local.options import StackOptions
-from millrace.local.ports import free_port
-from millrace.local.stack import Stack
 from millrace.spec import JobSpec, parse
 
 PICTURES = 4
@@ -184,14 +180,7 @@ def main() -> None:
         folder, shape = Path(name), SHAPES[options.shape]
         made_model(folder / "model", shape)
         rows(folder / "rows.parquet", shape, options.steps)
-        stack = StackOptions(
-            state=str(folder / "stack"),
-            http_port=free_port(),
-            grpc_port=free_port(),
-            share_gpus=options.share_gpus,
-            environment={**ENVIRONMENT, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
-        )
-        with Stack(stack) as running, running.client() as client:
+        with stack_in(folder / "stack", share_gpus=options.share_gpus) as (_, client):
             asked = client.submit(job(folder, shape, options)).id
             try:
                 done = client.wait(asked, options.timeout_s)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.shapes import cut
 from millrace.megatron.architectures.published import PUBLISHED
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.spec import JobSpec, parse
@@ -32,11 +33,9 @@ def job(backend: str = "fsdp2", options: dict[str, Any] | None = None, **parts: 
     )
 
 
-def cut(name: str, layers: int, vocabulary: int | None = None) -> ModelShape:
+def untied(name: str, layers: int, vocabulary: int | None = None) -> ModelShape:
     """A published shape with fewer layers, and with a head of its own."""
-    shape = PUBLISHED[name]
-    experts = shape.experts and replace(shape.experts, layers=(True,) * layers)
-    return replace(shape, layers=layers, experts=experts, vocabulary=vocabulary or shape.vocabulary, tied=False)
+    return replace(cut(PUBLISHED[name], layers, vocabulary), tied=False)
 
 
 @dataclass(frozen=True)
@@ -91,10 +90,10 @@ def megatron(**options: Any) -> JobSpec:
     return job("megatron", {**CHUNK, **options})
 
 
-DENSE_12, DENSE_8, DENSE_4 = (cut("qwen3-8b", layers) for layers in (12, 8, 4))
-SMALL = cut("qwen3-1.7b", 28, 512)
-EXPERTS_6, EXPERTS_8, EXPERTS_10 = (cut("qwen3-30b-a3b", layers) for layers in (6, 8, 10))
-WHOLE = cut("qwen3-8b", 36)
+DENSE_12, DENSE_8, DENSE_4 = (untied("qwen3-8b", layers) for layers in (12, 8, 4))
+SMALL = untied("qwen3-1.7b", 28, 512)
+EXPERTS_6, EXPERTS_8, EXPERTS_10 = (untied("qwen3-30b-a3b", layers) for layers in (6, 8, 10))
+WHOLE = untied("qwen3-8b", 36)
 EP2 = megatron(expert_parallel=2)
 OFFLOAD = {"optimizer_offload_fraction": 1.0}
 ULYSSES = {"sequence_parallel_size": 2}
@@ -126,7 +125,7 @@ MEASURED_JOBS = (
     even(
         "8B, 16 layers, CP2",
         megatron(context_parallel=2),
-        cut("qwen3-8b", 16),
+        untied("qwen3-8b", 16),
         2.44,
         88.6,
         gpus=2,

@@ -20,7 +20,8 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -115,32 +116,38 @@ async def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     control, theirs = context.Pipe()
     process = context.Process(target=coordinate, args=(theirs, options.samples, options.tokens), daemon=True)
     process.start()
-    calls = Peer(await asyncio.to_thread(control.recv))
+    try:
+        async with serving(options.engine, job(model, options), await asyncio.to_thread(control.recv)) as replica:
+            return await rounds(replica, control, options)
+    finally:
+        process.kill()
+
+
+@asynccontextmanager
+async def serving(engine: str, spec: JobSpec, coordinator: str) -> AsyncIterator[Replica]:
+    """A replica that serves version 1 of the job's model, and takes leases from the coordinator at this address."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    calls = Peer(coordinator)
     leases = Leases(calls, new_member_id("rollout"))
-    replica = Replica(leases._member_id, options.engine, "bench", leases)
+    replica = Replica(leases._member_id, engine, "bench", leases)
     server = Server(servicers(replica), "127.0.0.1", 0)
     await server.start()
     membership = replica.membership(calls, f"127.0.0.1:{server.port}", 60.0)
     await membership.join()
     loops = [asyncio.create_task(membership.run()), asyncio.create_task(leases.run())]
     try:
-        await bring_up(Peer(f"127.0.0.1:{server.port}"), replica, model, options)
-        return await rounds(replica, control, options)
+        peer = Peer(f"127.0.0.1:{server.port}")
+        await configure(peer, spec)
+        weights = AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=getattr(torch, spec.rollout.dtype))
+        await publish(peer, replica.member_id, export(weights), 1)
+        yield replica
     finally:
         for loop in loops:
             loop.cancel()
         await replica.close()
         await server.stop(0.1)
-        process.kill()
-
-
-async def bring_up(peer: Peer, replica: Replica, model: Path, options: argparse.Namespace) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    await configure(peer, job(model, options))
-    weights = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, options.dtype))
-    await publish(peer, replica.member_id, export(weights), 1)
 
 
 async def rounds(replica: Replica, control: Connection, options: argparse.Namespace) -> dict[str, Any]:

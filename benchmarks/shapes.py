@@ -1,5 +1,8 @@
-"""Published shapes as model folders have them."""
+"""Published shapes as model folders have them, cut or whole, and folders with random weights."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from millrace.megatron.architectures.published import QWEN2_5_VL_TOWER
@@ -50,3 +53,35 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
             "mlp_only_layers": [],
         }
     return config
+
+
+def cut(shape: ModelShape, layers: int | None, vocabulary: int | None = None) -> ModelShape:
+    """The shape with its first `layers` layers and with another vocabulary; None and 0: as they are."""
+    layers = layers or shape.layers
+    experts = shape.experts and replace(shape.experts, layers=shape.experts.layers[:layers])
+    return replace(shape, layers=layers, experts=experts, vocabulary=vocabulary or shape.vocabulary)
+
+
+def random_model(folder: Path, config: dict[str, Any], dtype: str = "bfloat16") -> int:
+    """Makes a Hugging Face folder of this config with random weights, drawn on the GPU if there is one, and with the
+    demo's tokenizer. Returns the number of parameters."""
+    import torch
+    import transformers
+
+    from millrace.demo.tokenizer import byte_tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model_class = getattr(transformers, config["architectures"][0])
+        read = transformers.AutoConfig.from_pretrained(folder)
+        model = model_class._from_config(read, dtype=getattr(torch, dtype))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    count = int(model.num_parameters())
+    del model
+    torch.cuda.empty_cache()  # for the processes that share the GPU
+    return count

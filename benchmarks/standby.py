@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,18 +28,15 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.joining import REWARD
+from benchmarks.shapes import config_of, random_model
+from benchmarks.stacks import letters_job, stack_in, waited
 from millrace.client import Client
 from millrace.demo.run import ENVIRONMENT
-from millrace.demo.tasks import TASKS, write_task_data
 from millrace.demo.tokenizer import byte_tokenizer
 from millrace.ids import JobId, Version
 from millrace.local import child_processes
-from millrace.local.options import StackOptions
-from millrace.local.ports import free_port
-from millrace.local.stack import Stack
+from millrace.megatron.architectures.published import qwen3
 from millrace.spec import parse
 from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
@@ -71,37 +68,21 @@ def main() -> None:
 
 def make_model(folder: Path, layers: int, hidden: int) -> int:
     """A Hugging Face folder of random float32 weights. Returns the number of parameters."""
-    tokenizer = byte_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        head_dim=64,
-        tie_word_embeddings=True,
+    heads, sizes = hidden // 64, (64, len(byte_tokenizer()), 32768)
+    return random_model(
+        folder, config_of(qwen3(layers, hidden, 3 * hidden, heads, heads, tied=True, sizes=sizes)), "float32"
     )
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config).float()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return int(sum(parameter.numel() for parameter in model.parameters()))
 
 
 def job(folder: Path, way: str) -> dict[str, Any]:
-    (folder / "reward.py").write_text(REWARD)
-    train, _ = write_task_data(TASKS["reverse"], folder / "data", seed=0)
-    return {
-        "name": f"stands by {way}",
-        "output": str(folder / way / "output"),
-        "model": {"path": str(folder / "model")},
-        "data": {"files": [str(train)], "max_prompt_tokens": 48},
-        "reward": {"function": f"{folder / 'reward.py'}:compute_score", "workers": 1},
-        "rollout": {"samples_per_prompt": 2, "max_response_tokens": 16, "dtype": "float32"},
-        "trainer": {"backend": "fsdp2", "dtype": "float32", "token_budget": 2048, "optimizer": {"lr": 1e-6}},
-        "schedule": {"steps": 100_000, "prompts_per_step": 4, "max_staleness": 1},
-    }
+    return letters_job(
+        folder,
+        name=f"stands by {way}",
+        output=str(folder / way / "output"),
+        rollout={"samples_per_prompt": 2, "max_response_tokens": 16, "dtype": "float32"},
+        trainer={"backend": "fsdp2", "dtype": "float32", "token_budget": 2048, "optimizer": {"lr": 1e-6}},
+        schedule={"steps": 100_000, "prompts_per_step": 4, "max_staleness": 1},
+    )
 
 
 def state_alone(folder: Path) -> dict[str, Any]:
@@ -122,7 +103,7 @@ def state_alone(folder: Path) -> dict[str, Any]:
         at.append(time.monotonic())
         receiver.put_in_place(other, header)
         times["memory"].append([*at, time.monotonic()])
-        _until(lambda: not sender.busy)
+        waited(lambda: not sender.busy, LIMIT_S)
         at = [time.monotonic()]
         pending = checkpoint.copy_for_saving(
             path, seat, job_id=JobId("bench"), version=version, model="", huggingface=False, copied=True
@@ -142,24 +123,16 @@ def state_alone(folder: Path) -> dict[str, Any]:
 
 
 def measured(folder: Path, way: str, steps: int) -> dict[str, Any]:
-    options = StackOptions(
-        state=str(folder / way / "stack"),
-        ranks=1,
-        engine="transformers",
-        standby=False,
-        http_port=free_port(),
-        grpc_port=free_port(),
-        environment={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
-    )
-    with Stack(options) as stack, Client(stack.url) as client:
+    fields = {"engine": "transformers", "standby": False, "environment": ENVIRONMENT}
+    with stack_in(folder / way / "stack", **fields) as (stack, client):
         other = None
         if ranks := RANKS[way]:
-            _until(lambda: client.fleet().trainers)
+            waited(lambda: client.fleet().trainers, LIMIT_S)
             argv = (sys.executable, "-m", "services.trainer.launch", "--ranks", str(ranks), "--port", "0")
-            environment = {**options.environment, "MILLRACE_HOST": "127.0.0.1"}
+            environment = {**ENVIRONMENT, "MILLRACE_HOST": "127.0.0.1"}
             with (folder / f"{way}.log").open("wb") as output:
                 other = child_processes.start((*argv, "--coordinator", stack.coordinator), environment, output)
-            _until(lambda: len(client.fleet().trainers) == 2)
+            waited(lambda: len(client.fleet().trainers) == 2, LIMIT_S)
         try:
             return _followed(client, client.submit(job(folder, way)).id, steps, stands_by=other is not None)
         finally:
@@ -170,10 +143,10 @@ def measured(folder: Path, way: str, steps: int) -> dict[str, Any]:
 
 def _followed(client: Client, job_id: str, steps: int, *, stands_by: bool) -> dict[str, Any]:
     if stands_by:
-        _until(lambda: client.fleet().trainers[1].version >= 1)
+        waited(lambda: client.fleet().trainers[1].version >= 1, LIMIT_S)
     first, behind = max(FIRST_STEPS, client.job(job_id).step), []
     for step in range(first + 1, first + steps + 1):
-        _until(partial(_trained, client, job_id, step))
+        waited(partial(_trained, client, job_id, step), LIMIT_S)
         if stands_by:
             behind.append(client.job(job_id).step - client.fleet().trainers[1].version)
     rows = [row for row in client.metrics(job_id) if first < row.step <= first + steps]
@@ -204,8 +177,8 @@ def _taken_over(client: Client, job_id: str) -> dict[str, Any]:
         told = client.events(job_id, follow=False)
         return [event for event in told if event.kind == kind and event.time_s > after_s]
 
-    lost = _until(lambda: events("trainer.lost"))[0]
-    stepped = _until(lambda: events("step.done", lost.time_s))[0]
+    lost = waited(lambda: events("trainer.lost"), LIMIT_S)[0]
+    stepped = waited(lambda: events("step.done", lost.time_s), LIMIT_S)[0]
     seated = events("trainer.configured", lost.time_s)[0]
     rewound = events("job.rewound", lost.time_s)
     return {
@@ -218,16 +191,6 @@ def _taken_over(client: Client, job_id: str) -> dict[str, Any]:
 
 def _median(values: Sequence[float]) -> float | None:
     return round(statistics.median(values), 3) if values else None
-
-
-def _until(found: Callable[[], Any]) -> Any:
-    """The first value of `found()` that is true. Raises TimeoutError."""
-    deadline = time.monotonic() + LIMIT_S
-    while not (value := found()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {LIMIT_S:g} s")
-        time.sleep(0.05)
-    return value
 
 
 if __name__ == "__main__":

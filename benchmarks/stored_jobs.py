@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from benchmarks.coordinator import job, processor_s
-from millrace.ids import new_job_id
+from millrace.ids import JobId, new_job_id
 from millrace.rest import JobState
 from millrace.spec import parse
 from services.coordinator.redis_server import RedisServer
@@ -36,22 +36,27 @@ LONGEST_S = 15.0
 KEEP = {"MILLRACE_KEEP_JOBS": "100000"}
 
 
-async def fill(url: str, spec: dict[str, Any], count: int) -> None:
-    """Stores `count` jobs."""
-    store = Store(url)
+async def store_jobs(store: Store, spec: dict[str, Any], count: int, *, queued: int) -> JobId:
+    """Stores `count` jobs, of which the last `queued` wait and the others are cancelled. Returns the id of the last."""
     spec_json, now = parse(spec).model_dump_json(), time.time()
+    for number in range(count):
+        record = JobRecord(
+            id=new_job_id(),
+            name=f"job {number}",
+            state=JobState.QUEUED,
+            spec_json=spec_json,
+            created_s=now - count + number,
+        )
+        await store.jobs.create(record)
+        if number < count - queued:
+            await store.jobs.move(record.id, JobState.CANCELLED, "cancelled", finished_s=record.created_s)
+    return record.id
+
+
+async def fill(url: str, spec: dict[str, Any], count: int) -> None:
+    store = Store(url)
     try:
-        for number in range(count):
-            record = JobRecord(
-                id=new_job_id(),
-                name="stored",
-                state=JobState.QUEUED,
-                spec_json=spec_json,
-                created_s=now - count + number,
-            )
-            await store.jobs.create(record)
-            if number < count - QUEUED:
-                await store.jobs.move(record.id, JobState.CANCELLED, "cancelled", finished_s=record.created_s)
+        await store_jobs(store, spec, count, queued=QUEUED)
     finally:
         await store.close()
 

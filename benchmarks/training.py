@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.kernels import by_kind
-from benchmarks.shapes import config_of
+from benchmarks.shapes import config_of, cut
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.architectures.published import shape_of
 from millrace.megatron.architectures.shape import sequence_cost
@@ -227,8 +227,7 @@ def _filled(module: torch.nn.Module) -> None:
 
 
 def cases(options: argparse.Namespace, root: Path) -> Iterator[Case]:
-    shape = shape_of(options.shape)
-    shape = replace(shape, layers=options.layers or shape.layers, vocabulary=options.vocabulary or shape.vocabulary)
+    shape = cut(shape_of(options.shape), options.layers, options.vocabulary)
     config = options.config.read_text() if options.config else json.dumps(config_of(shape))
     (root / "config.json").write_text(config)
     for lengths in options.lengths.split(","):

@@ -6,7 +6,6 @@
 Runs that are kept already are not repeated. Ends with status 1 where a run failed or did not learn.
 """
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -17,12 +16,9 @@ import typer
 from benchmarks.learning import page
 from benchmarks.learning.jobs import COMPARISONS, Comparison, job_spec
 from benchmarks.learning.results import Result, Results
-from millrace.client import Client
-from millrace.demo.run import ENVIRONMENT, MARGIN, model_folder
+from benchmarks.stacks import stack_in
+from millrace.demo.run import MARGIN, model_folder
 from millrace.errors import InvalidState, MillraceError
-from millrace.local.options import StackOptions
-from millrace.local.ports import free_port
-from millrace.local.stack import Stack
 from millrace.rest import JobState
 from millrace.terminal.output import print_error
 
@@ -79,14 +75,7 @@ def _train(missing: list[Run], comparison: Comparison, results: Results, state: 
     """Runs them one after the other; what failed, with the reason."""
     data = {seed: _prepared(state, seed) for seed in dict.fromkeys(seed for _, seed in missing)}
     failures = []
-    options = StackOptions(
-        state=str(state / time.strftime("stack-%Y%m%d-%H%M%S")),
-        engine=engine,
-        http_port=free_port(),
-        grpc_port=free_port(),
-        environment={name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()},
-    )
-    with Stack(options) as stack, Client(stack.url) as client:
+    with stack_in(state / time.strftime("stack-%Y%m%d-%H%M%S"), engine=engine) as (_, client):
         for number, (name, seed) in enumerate(missing, 1):
             spec = job_spec(state, name, comparison.variants[name], seed, results.steps, data[seed])
             job = client.wait(client.submit(spec).id, RUN_TIMEOUT_S)

@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.shapes import config_of
+from benchmarks.shapes import config_of, cut
 from millrace.megatron.architectures.published import shape_of
 from millrace.megatron.placement import Placement
 
@@ -30,7 +29,7 @@ LAPTOP = {
 
 def shape_folder(root: Path, name: str, layers: int, *, laptop: bool) -> Path:
     """A folder with a config only: `random_weights` replaces reading the weights."""
-    config = config_of(replace(shape_of(name), layers=layers))
+    config = config_of(cut(shape_of(name), layers))
     if laptop:
         config |= {key: value for key, value in LAPTOP.items() if key in config}
     folder = root / f"{name}-{layers}"

@@ -15,12 +15,9 @@ from benchmarks.peers.work import (
     PROMPTS,
     TOKEN_BUDGET,
 )
+from benchmarks.stacks import stack_in
 from millrace.cli.settings import changes_of
-from millrace.client import Client
 from millrace.demo.run import ENVIRONMENT
-from millrace.local.options import StackOptions
-from millrace.local.ports import free_port
-from millrace.local.stack import Stack
 from millrace.rest import ENDED
 from millrace.spec import JobSpec, parse
 from millrace.spec.document import merged
@@ -61,13 +58,7 @@ def run_ours(
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each case, until `limit_s` are over."""
     until = time.monotonic() + limit_s
-    options = StackOptions(
-        state=str(work / f"stack-{time.time_ns()}"),
-        http_port=free_port(),
-        grpc_port=free_port(),
-        environment=ENVIRONMENT,
-    )
-    with Stack(options) as stack, Client(stack.url) as client:
+    with stack_in(work / f"stack-{time.time_ns()}", environment=ENVIRONMENT) as (_, client):
         for case in cases:
             if until - time.monotonic() < 60:
                 return

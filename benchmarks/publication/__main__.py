@@ -13,8 +13,8 @@ of the adapter alone follow those of the whole weights. Prints a table and write
 
 import argparse
 import asyncio
+import contextlib
 import json
-import multiprocessing
 import os
 import platform
 import sys
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.publication.benchmark import ANSWER, BASELINES, BROADCAST, MODES, PROMPT, PublicationBenchmark
-from benchmarks.publication.sender import RemoteRank, serve
+from benchmarks.publication.sender import remote, serve
 from benchmarks.shapes import config_of
 from millrace.bench.layouts import TrainerLayout, manifest
 from millrace.bench.publication import SHARING
@@ -116,31 +116,24 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     spec = job(folder, options)
     adapter = adapter_of(spec)
     sent = adapter.to_proto().SerializeToString() if adapter is not None else b""
-    context = multiprocessing.get_context("spawn")
-    ranks, processes = [], []
-    for rank in range(senders):
-        near, far = context.Pipe()
-        device = f"cuda:{rank}" if gpus else "cpu"
-        arguments = (far, options.shape, options.trainer, rank, device, sent)
-        processes.append(context.Process(target=serve, args=arguments, daemon=True))
-        processes[-1].start()
-        far.close()
-        ranks.append(RemoteRank(near))
-    if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_devices()[0 if options.share_gpus else senders :])
-        if options.share_gpus:
-            os.environ["NCCL_HOSTID"] = SHARING
-    bench = PublicationBenchmark(options, ranks)
-    try:
-        began = time.perf_counter()
-        await bench.engine.start(spec)
-        print(f"the engine is up after {time.perf_counter() - began:.1f} s", flush=True)
-        await bench.agree(manifest(shape_of(options.shape)))
-        return await rounds(bench, options, modes, adapter)
-    finally:
-        await bench.engine.stop()
-        for process in processes:
-            process.kill()
+    with contextlib.ExitStack() as held:
+        ranks = []
+        for rank in range(senders):
+            device = f"cuda:{rank}" if gpus else "cpu"
+            ranks.append(held.enter_context(remote(serve, options.shape, options.trainer, rank, device, sent)))
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_devices()[0 if options.share_gpus else senders :])
+            if options.share_gpus:
+                os.environ["NCCL_HOSTID"] = SHARING
+        bench = PublicationBenchmark(options, ranks)
+        try:
+            began = time.perf_counter()
+            await bench.engine.start(spec)
+            print(f"the engine is up after {time.perf_counter() - began:.1f} s", flush=True)
+            await bench.agree(manifest(shape_of(options.shape)))
+            return await rounds(bench, options, modes, adapter)
+        finally:
+            await bench.engine.stop()
 
 
 async def rounds(

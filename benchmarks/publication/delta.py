@@ -15,13 +15,12 @@ table and writes JSON; the status is not 0 where something was not exact.
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.publication.sender import RemoteRank, answer, remote
+from benchmarks.shapes import cut
 from millrace.bench.layouts import manifest
 from millrace.bench.values import fill
 from millrace.megatron.architectures.published import SHAPES, shape_of
@@ -46,6 +47,8 @@ from tests.hosts.network import DEVICE, Host, Network
 from tests.layouts import whole_layout
 
 LIMIT_S = 300.0
+PART = "side"
+"""The part of a process that its pipe calls: each has one."""
 SO_MAX_PACING_RATE = 47
 """The socket option of Linux for bytes/s; Python has no name for it."""
 OVER_SOCKETS = {
@@ -92,7 +95,7 @@ class Side:
     def __init__(self, rank: int, options: argparse.Namespace, device: torch.device) -> None:
         torch.set_num_threads(options.threads)
         shape = shape_of(options.shape)
-        published: Manifest = manifest(replace(shape, layers=options.layers) if options.layers else shape)
+        published: Manifest = manifest(cut(shape, options.layers))
         buffers = [torch.zeros(t.shape, dtype=torch.bfloat16, device=device) for t in published.tensors]
         self._memory = Memory(published, whole_layout(published), buffers)
         boxes = [self._memory.layout.boxes]
@@ -183,39 +186,24 @@ def serve(pipe: Connection, rank: int, options: argparse.Namespace, host: Host |
         torch.cuda.set_device(device)
         if options.mbit:
             os.environ.update(OVER_SOCKETS)
-    side = Side(rank, options, device)
-    with torch.no_grad(), contextlib.suppress(EOFError):
-        while True:
-            method, arguments = pipe.recv()
-            pipe.send(getattr(side, method)(*arguments))
+    answer(pipe, {PART: Side(rank, options, device)})
 
 
 class Sides:
-    """Both processes."""
+    """Both processes, the sender first."""
 
-    def __init__(self, options: argparse.Namespace, network: Network | None) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
-        hosts = [network[name] if network else None for name in ("trainer", "replica")]
-        for rank, host in enumerate(hosts):
-            near, far = context.Pipe()
-            self._processes.append(context.Process(target=serve, args=(far, rank, options, host), daemon=True))
-            self._processes[-1].start()
-            far.close()
-            self._pipes.append(near)
-        address = hosts[0].address if hosts[0] else "127.0.0.1"
+    def __init__(self, sides: Sequence[RemoteRank], address: str) -> None:
+        self._sides = sides
+        self._threads = ThreadPoolExecutor(len(sides))
         began, _ = self.both("start", address)
         self.bytes = began["bytes"]
         self.both("connect", address, began["port"], began["nccl_id"])
 
     def both(self, method: str, *arguments: Any) -> list[Any]:
-        for pipe in self._pipes:
-            pipe.send((method, arguments))
-        return [self._answer(pipe) for pipe in self._pipes]
+        return list(self._threads.map(lambda side: side.call(PART, method, *arguments, limit_s=LIMIT_S), self._sides))
 
-    def sender(self, method: str, *arguments: Any) -> Any:
-        self._pipes[0].send((method, arguments))
-        return self._answer(self._pipes[0])
+    def step(self, lr: float) -> None:
+        self._sides[0].call(PART, "step", lr, limit_s=LIMIT_S)
 
     def publish(self, kind: str) -> dict[str, float]:
         sent, received = self.both("publish", kind)
@@ -227,14 +215,13 @@ class Sides:
         ours, theirs = self.both("checksums")
         return bool(ours == theirs)
 
-    def _answer(self, pipe: Connection) -> Any:
-        if not pipe.poll(LIMIT_S):
-            raise TimeoutError(f"a side did not answer within {LIMIT_S:g} s.")
-        return pipe.recv()
 
-    def end(self) -> None:
-        for process in self._processes:
-            process.kill()
+@contextlib.contextmanager
+def started(options: argparse.Namespace, network: Network | None) -> Iterator[Sides]:
+    hosts = [network[name] if network else None for name in ("trainer", "replica")]
+    with contextlib.ExitStack() as held:
+        sides = [held.enter_context(remote(serve, rank, options, host)) for rank, host in enumerate(hosts)]
+        yield Sides(sides, hosts[0].address if hosts[0] else "127.0.0.1")
 
 
 @contextlib.contextmanager
@@ -249,26 +236,22 @@ def network_of(options: argparse.Namespace) -> Iterator[Network | None]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    with network_of(options) as network:
-        sides = Sides(options, network)
-        try:
-            sides.publish("first")
-            if options.mbit and network is None:
-                sides.both("pace", options.mbit)
-            exact, rows = sides.exact(), {}
-            for lr in [float(part) for part in options.lr.split(",")]:
-                found: dict[str, list[dict[str, float]]] = {"whole": [], "delta": [], "nothing": []}
-                for _ in range(options.repeats):
-                    sides.sender("step", lr)
-                    found["delta"].append(sides.publish("delta"))
-                    exact = exact and sides.exact()
-                    found["nothing"].append(sides.publish("delta"))
-                    found["whole"].append(sides.publish("whole"))
-                    exact = exact and sides.exact()
-                rows[f"{lr:g}"] = {kind: _medians(figures) for kind, figures in found.items()}
-                print(json.dumps({"lr": lr, **rows[f"{lr:g}"]}), flush=True)
-        finally:
-            sides.end()
+    with network_of(options) as network, started(options, network) as sides:
+        sides.publish("first")
+        if options.mbit and network is None:
+            sides.both("pace", options.mbit)
+        exact, rows = sides.exact(), {}
+        for lr in [float(part) for part in options.lr.split(",")]:
+            found: dict[str, list[dict[str, float]]] = {"whole": [], "delta": [], "nothing": []}
+            for _ in range(options.repeats):
+                sides.step(lr)
+                found["delta"].append(sides.publish("delta"))
+                exact = exact and sides.exact()
+                found["nothing"].append(sides.publish("delta"))
+                found["whole"].append(sides.publish("whole"))
+                exact = exact and sides.exact()
+            rows[f"{lr:g}"] = {kind: _medians(figures) for kind, figures in found.items()}
+            print(json.dumps({"lr": lr, **rows[f"{lr:g}"]}), flush=True)
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
     return settings | {"bytes": sides.bytes, "gpu": torch.cuda.is_available(), "exact": exact, "rows": rows}
 

@@ -13,14 +13,13 @@ host without a GPU everything runs on the CPU over Gloo, to try the program. Pri
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.publication.sender import RemoteRank, answer
-from benchmarks.shapes import config_of
+from benchmarks.publication.sender import RemoteRank, answer, remote
+from benchmarks.shapes import config_of, cut
 from benchmarks.training import draw_fsdp2_weights
 from millrace.bench.publication import SHARING
 from millrace.contracts.v1 import trainer_pb2 as pb
@@ -229,29 +228,15 @@ def serve(pipe: Connection, kind: type[Trainer] | type[Receiver], host: str, *ar
     answer(pipe, {PART: kind(*arguments)})
 
 
-@contextlib.contextmanager
-def process(kind: type[Trainer] | type[Receiver], host: str, *arguments: Any) -> Iterator[RemoteRank]:
-    context = multiprocessing.get_context("spawn")
-    near, far = context.Pipe()
-    started = context.Process(target=serve, args=(far, kind, host, *arguments), daemon=True)
-    started.start()
-    far.close()
-    try:
-        yield RemoteRank(near)
-    finally:
-        started.kill()
-        started.join()
-
-
 def measured(case: Case, folder: str, options: argparse.Namespace) -> dict[str, Any]:
     """Publications by one case: medians of the seconds, memory in MiB, and what the receiver holds at the end."""
     shared = "" if torch.cuda.device_count() != 1 else f"{SHARING}-1"
-    with process(Trainer, "", folder, case.offload, options.lora) as trainer:
+    with remote(serve, Trainer, "", folder, case.offload, options.lora) as trainer:
         description = pb.DescribeSendResponse.FromString(trainer.call(PART, "describe", limit_s=LIMIT_S))
         assert description.layouts.of_rank, (
             "the trainer's memory is not described in boxes: nothing can be sent by shards"
         )
-        with process(Receiver, shared, description.manifest.SerializeToString()) as receiver:
+        with remote(serve, Receiver, shared, description.manifest.SerializeToString()) as receiver:
             sides = weights_pb2.Sides(senders=description.layouts)
             sides.receivers.MergeFromString(receiver.call(PART, "layout", limit_s=LIMIT_S))
             rest = trainer.call(PART, "at_rest")
@@ -326,21 +311,18 @@ def main() -> None:
     parser.add_argument("--only", default="", help=f"with semicolons between: {'; '.join(CASES)}")
     parser.add_argument("--output", type=Path, help="write the figures there, as JSON")
     options = parser.parse_args()
-    shape = shape_of(options.shape)
-    layers = options.layers or shape.layers
-    experts = shape.experts and replace(shape.experts, layers=shape.experts.layers[:layers])
+    shape = cut(shape_of(options.shape), options.layers)
     chosen = {name: case for name, case in CASES.items() if not options.only or name in options.only.split(";")}
     found = {}
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
-        config = config_of(replace(shape, layers=layers, experts=experts))
-        Path(folder, "config.json").write_text(json.dumps(config))
+        Path(folder, "config.json").write_text(json.dumps(config_of(shape)))
         for name, case in chosen.items():
             found[name] = measured(case, folder, options)
             print(f"{name}: {found[name]['figures']['publication s']:.3f} s", flush=True)
     alike = len({tuple(each.pop("held")) for each in found.values()}) == 1
     show(found)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    asked = {**vars(options), "output": None, "layers": layers}
+    asked = {**vars(options), "output": None, "layers": shape.layers}
     print(f"the receiver held the same bytes after each case: {alike}; {gpus or 'CPU'}")
     if options.output is not None:
         options.output.write_text(json.dumps({**asked, "gpus": gpus, "alike": alike, "cases": found}, indent=1))

@@ -1,9 +1,11 @@
 """A trainer's rank in its own process: holds random weights of a shape and sends them when it is told to."""
 
+import contextlib
+import multiprocessing
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -160,3 +162,18 @@ class RemoteRank:
         if failure:
             raise RuntimeError(failure)
         return result
+
+
+@contextlib.contextmanager
+def remote(serve: Callable[..., None], *arguments: Any) -> Iterator[RemoteRank]:
+    """A process that runs `serve(pipe, *arguments)`, which answers calls. It is killed at the end of the block."""
+    context = multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    process = context.Process(target=serve, args=(far, *arguments), daemon=True)
+    process.start()
+    far.close()
+    try:
+        yield RemoteRank(near)
+    finally:
+        process.kill()
+        process.join()

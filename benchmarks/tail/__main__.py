@@ -24,14 +24,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.stacks import finished, stack_in
 from benchmarks.tail.model import made_model
 from millrace.cli.settings import changes_of
 from millrace.client import Client
-from millrace.demo.run import ENVIRONMENT
-from millrace.local.options import StackOptions
-from millrace.local.ports import free_port
-from millrace.local.stack import Stack
-from millrace.rest import JobState, StepMetrics
+from millrace.rest import StepMetrics
 from millrace.rest.timeline import IdleCause
 from millrace.simulation.job import simulate
 from millrace.simulation.setting import Request
@@ -107,14 +104,8 @@ def main() -> None:
         folder = Path(name)
         made_model(folder / "model", options.median, options.longest)
         (folder / "rows.jsonl").write_text("\n".join(json.dumps(row(n)) for n in range(4096)))
-        stack = StackOptions(
-            state=str(folder / "stack"),
-            http_port=free_port(),
-            grpc_port=free_port(),
-            environment={**ENVIRONMENT, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
-        )
         found = []
-        with Stack(stack) as running, Client(running.url) as client:
+        with stack_in(folder / "stack") as (_, client):
             for repeat in range(options.repeats):
                 for measured in one_repeat(client, folder, options):
                     found.append(measured | {"repeat": repeat})
@@ -209,9 +200,7 @@ def run(client: Client, spec: JobSpec, steps: int) -> Run:
     last = first + steps - 1
     whole = last + spec.schedule.max_staleness + 1
     spec = parse(merged(spec.model_dump(mode="json"), {"schedule": {"steps": whole}}))
-    done = client.wait(client.submit(spec).id, 3600.0)
-    if done.state is not JobState.SUCCEEDED:
-        raise RuntimeError(f"the job is {done.state}: {done.failure}")
+    done = finished(client, spec, 3600.0)
     rows = {row.step: row for row in client.metrics(done.id)}
     requests, pauses = timeline(client, done.id, first, last, spec)
     diagnosis = client.diagnosis(done.id, first, last)

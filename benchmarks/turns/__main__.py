@@ -11,7 +11,6 @@ had.
 
 import argparse
 import json
-import os
 import re
 import statistics
 import tempfile
@@ -21,17 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 
-from benchmarks.shapes import config_of
+from benchmarks.shapes import config_of, random_model
+from benchmarks.stacks import finished, stack_in
 from millrace.client import Client
-from millrace.demo.run import ENVIRONMENT
-from millrace.demo.tokenizer import byte_tokenizer
-from millrace.local.options import StackOptions
-from millrace.local.ports import free_port
-from millrace.local.stack import Stack
 from millrace.megatron.architectures.published import SHAPES, shape_of
-from millrace.rest import JobState
 from millrace.spec import JobSpec, parse
 
 VOCABULARY = 512
@@ -69,16 +62,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
         folder = Path(name)
         config = config_of(replace(shape_of(options.shape), vocabulary=VOCABULARY))
-        made_model(folder / "model", json.loads(options.config.read_text()) if options.config else config)
+        random_model(folder / "model", json.loads(options.config.read_text()) if options.config else config)
         (folder / "rows.jsonl").write_text("\n".join(json.dumps(row(n)) for n in range(options.prompts * 8)))
-        stack = StackOptions(
-            state=str(folder / "stack"),
-            http_port=free_port(),
-            grpc_port=free_port(),
-            share_gpus=options.share_gpus,
-            environment={**ENVIRONMENT, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
-        )
-        with Stack(stack) as running, Client(running.url) as client:
+        with stack_in(folder / "stack", share_gpus=options.share_gpus) as (_, client):
             for turns in sorted({1, options.turns}):
                 print(json.dumps(measured(client, job(folder, options, turns), turns)), flush=True)
 
@@ -86,22 +72,6 @@ def main() -> None:
 def row(number: int) -> dict[str, Any]:
     prompt = [{"role": "user", "content": f"Find place number {number} and say what is there."}]
     return {"data_source": "turns", "prompt": prompt, "reward_model": {"ground_truth": "nothing"}}
-
-
-def made_model(folder: Path, config: dict[str, Any]) -> None:
-    """A model folder with random weights."""
-    import transformers
-
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    tokenizer = byte_tokenizer()
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model_class = getattr(transformers, config["architectures"][0])
-        model = model_class._from_config(transformers.AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(folder)
 
 
 def job(folder: Path, options: argparse.Namespace, turns: int) -> JobSpec:
@@ -146,10 +116,7 @@ def job(folder: Path, options: argparse.Namespace, turns: int) -> JobSpec:
 def measured(client: Client, spec: JobSpec, turns: int) -> dict[str, Any]:
     """Medians over the steps after the first. Raises RuntimeError where the job failed."""
     begun, counted = time.monotonic(), prefix_cache(client)
-    done = client.wait(client.submit(spec).id, 900.0)
-    if done.state is not JobState.SUCCEEDED:
-        raise RuntimeError(f"the job is {done.state}: {done.failure}")
-    rows = [row.values for row in client.metrics(done.id)][1:]
+    rows = [row.values for row in client.metrics(finished(client, spec, 900.0).id)][1:]
     values = {key: statistics.median(row[key] for row in rows) for key in TOLD if all(key in row for row in rows)}
     sampled = [row["response_length/mean"] * row.get("response/sampled_ratio", 1.0) for row in rows]
     episodes = spec.schedule.prompts_per_step * spec.rollout.samples_per_prompt

@@ -21,17 +21,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.replica import RUNNING, made_model
-from millrace.ids import new_member_id
+from benchmarks.replica import RUNNING, made_model, serving
 from millrace.spec import JobSpec, parse
 from millrace.telemetry import logs
-from millrace.wire.channel import Peer
-from millrace.wire.server import Server
 from services.rollout.replica import Replica
-from services.rollout.server import servicers
-from services.rollout.work.leases import Leases
-from tests.sender import export
-from tests.services.rollout.coordinator import JOB, Coordinator, configure, publish, until
+from tests.services.rollout.coordinator import Coordinator, until
 
 LONGEST_ROUND_S = 1200.0
 
@@ -99,36 +93,18 @@ def waiting_job(
 
 
 async def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
-    async with serving(options.engine, job(model, options)) as (replica, coordinator):
+    async with working(options.engine, job(model, options)) as (replica, coordinator):
         return await rounds(replica, coordinator, options)
 
 
 @asynccontextmanager
-async def serving(engine: str, spec: JobSpec) -> AsyncIterator[tuple[Replica, Coordinator]]:
+async def working(engine: str, spec: JobSpec) -> AsyncIterator[tuple[Replica, Coordinator]]:
     """A replica that serves version 1 of the job's model, and the coordinator that gives it work."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     coordinator = Coordinator()
-    calls = Peer(await coordinator.start())
-    leases = Leases(calls, new_member_id("rollout"))
-    replica = Replica(leases._member_id, engine, "bench", leases)
-    server = Server(servicers(replica), "127.0.0.1", 0)
-    await server.start()
-    membership = replica.membership(calls, f"127.0.0.1:{server.port}", 60.0)
-    await membership.join()
-    loops = [asyncio.create_task(membership.run()), asyncio.create_task(leases.run())]
     try:
-        peer = Peer(f"127.0.0.1:{server.port}")
-        await configure(peer, spec, JOB)
-        weights = AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=torch.float32)
-        await publish(peer, replica.member_id, export(weights), 1)
-        yield replica, coordinator
+        async with serving(engine, spec, await coordinator.start()) as replica:
+            yield replica, coordinator
     finally:
-        for loop in loops:
-            loop.cancel()
-        await replica.close()
-        await server.stop(0.1)
         await coordinator.stop()
 
 

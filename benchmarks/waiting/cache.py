@@ -18,8 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.waiting.__main__ import LONGEST_ROUND_S, serving, waiting_job
+from benchmarks.shapes import config_of, random_model
+from benchmarks.waiting.__main__ import LONGEST_ROUND_S, waiting_job, working
 from millrace.demo.tokenizer import byte_tokenizer
+from millrace.megatron.architectures.published import qwen3
 from millrace.spec import JobSpec
 from millrace.telemetry import logs
 from services.rollout.episode.admission import Admission
@@ -49,24 +51,7 @@ def main() -> None:
 
 def made_model(folder: Path) -> Path:
     """A Qwen3 of about 3 million parameters: a long prompt takes a CPU longer than the replica's own work."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    tokenizer = byte_tokenizer()
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    random_model(folder, config_of(qwen3(4, 256, 768, 4, 2, sizes=(64, len(byte_tokenizer()), 32768))), "float32")
     return folder
 
 
@@ -78,7 +63,7 @@ def job(model: Path, options: argparse.Namespace) -> JobSpec:
 
 
 async def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
-    async with serving("vllm", job(model, options)) as (replica, coordinator):
+    async with working("vllm", job(model, options)) as (replica, coordinator):
         assert replica.engine is not None
         by_cache = replica.leases.admission
         found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
