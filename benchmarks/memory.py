@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.shapes import config_of, cut
+from benchmarks.shapes import config_of, cut, trainer_spec
 from benchmarks.training import draw_weights
 from millrace.errors import MillraceError
 from millrace.megatron.architectures.published import shape_of
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.memory.ledger import KEPT
-from millrace.spec import JobSpec, parse
+from millrace.spec import JobSpec
 from services.trainer.backends import build
 from services.trainer.memory.exhausted import forget_models
 from services.trainer.memory.meter import MemoryMeter
@@ -78,21 +78,14 @@ CASES = (
 
 
 def job_spec(case: Case, folder: Path, budget: int, dtype: str) -> JobSpec:
-    return parse(
-        {
-            "name": "memory",
-            "output": "/unused",
-            "model": {"path": str(folder), "lora": LORA if case.lora else None},
-            "data": {"procedural": "reasoning_gym:spell_backward", "max_prompt_tokens": 1},
-            "rollout": {"max_response_tokens": 8},
-            "trainer": {
-                "backend": case.backend,
-                "dtype": dtype,
-                "token_budget": budget,
-                "activation_recompute": case.recompute,
-                "backend_options": dict(case.options),
-            },
-        }
+    return trainer_spec(
+        folder,
+        lora=LORA if case.lora else None,
+        backend=case.backend,
+        dtype=dtype,
+        token_budget=budget,
+        activation_recompute=case.recompute,
+        backend_options=dict(case.options),
     )
 
 

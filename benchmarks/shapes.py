@@ -7,6 +7,7 @@ from typing import Any
 
 from millrace.megatron.architectures.published import QWEN2_5_VL_TOWER
 from millrace.megatron.architectures.shape import ModelShape
+from millrace.spec import JobSpec, parse
 
 WITH_TOWER: dict[str, Any] = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -53,6 +54,20 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
             "mlp_only_layers": [],
         }
     return config
+
+
+def trainer_spec(folder: Path, *, lora: dict[str, Any] | None = None, **trainer: Any) -> JobSpec:
+    """A job of which the trainer alone is run: on the model in `folder`, with these fields of `trainer`."""
+    return parse(
+        {
+            "name": "bench",
+            "output": "/unused",
+            "model": {"path": str(folder), "lora": lora},
+            "data": {"procedural": "reasoning_gym:spell_backward", "max_prompt_tokens": 1},
+            "rollout": {"max_response_tokens": 8},
+            "trainer": trainer,
+        }
+    )
 
 
 def cut(shape: ModelShape, layers: int | None, vocabulary: int | None = None) -> ModelShape:

@@ -34,11 +34,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.kernels import by_kind
-from benchmarks.shapes import config_of, cut
+from benchmarks.shapes import config_of, cut, trainer_spec
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.architectures.published import shape_of
 from millrace.megatron.architectures.shape import sequence_cost
-from millrace.spec import JobSpec, parse
+from millrace.spec import JobSpec
 from services.trainer.backends import build
 from services.trainer.backends.fsdp2.loading import ModelFolder
 from services.trainer.protocol.backend import Backend, LossFn, TokenScores
@@ -106,18 +106,16 @@ def loss(batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, None]:
 
 
 def job_spec(case: Case) -> JobSpec:
-    trainer = {
-        "backend": case.backend,
-        "dtype": "bfloat16",
-        "token_budget": case.budget,
-        "activation_recompute": case.recompute,
-        "backend_options": json.loads(case.options),
-        "optimizer": {"lr": 1e-6},
-    }
-    model = {"path": str(case.folder), "lora": case.lora and {"rank": case.lora, "alpha": case.lora}}
-    rollout, data = {"max_response_tokens": LONGEST}, {"procedural": "reasoning_gym:spell_backward"}
-    about = {"name": "bench", "output": "/unused", "model": model}
-    return parse({**about, "data": data, "rollout": rollout, "trainer": trainer})
+    return trainer_spec(
+        case.folder,
+        lora={"rank": case.lora, "alpha": case.lora} if case.lora else None,
+        backend=case.backend,
+        dtype="bfloat16",
+        token_budget=case.budget,
+        activation_recompute=case.recompute,
+        backend_options=json.loads(case.options),
+        optimizer={"lr": 1e-6},
+    )
 
 
 def measured(case: Case, world: World, updates: int, profile: bool) -> Iterator[dict[str, Any]]:

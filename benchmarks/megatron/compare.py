@@ -11,28 +11,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.megatron import batches
-from millrace.spec import JobSpec, parse
+from benchmarks.shapes import trainer_spec
+from millrace.spec import JobSpec
 from services.trainer.backends import build
 from services.trainer.protocol.backend import Backend
 from services.trainer.ranks.world import World
 
 
 def job_spec(case: dict[str, Any]) -> JobSpec:
-    return parse(
-        {
-            "name": "bench",
-            "output": "/unused",
-            "model": {"path": case["model"]},
-            "data": {"procedural": "reasoning_gym:spell_backward", "max_prompt_tokens": 64},
-            "rollout": {"max_response_tokens": 64},
-            "trainer": {
-                "backend": case.get("backend", "megatron"),
-                "backend_options": case.get("options", {}),
-                "dtype": case["dtype"],
-                "token_budget": 1 << 20,
-                "optimizer": batches.OPTIMIZER,
-            },
-        }
+    return trainer_spec(
+        Path(case["model"]),
+        backend=case.get("backend", "megatron"),
+        backend_options=case.get("options", {}),
+        dtype=case["dtype"],
+        token_budget=1 << 20,
+        optimizer=batches.OPTIMIZER,
     )
 
 

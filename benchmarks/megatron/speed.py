@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from benchmarks.megatron import batches, models
 from benchmarks.megatron.compare import job_spec
+from benchmarks.training import update
 from millrace.megatron.architectures import read_shape
 from millrace.megatron.architectures.shape import sequence_cost
 from services.trainer.backends import build
@@ -28,7 +29,7 @@ def speed(world: World, case: dict[str, Any]) -> dict[str, Any]:
     batch = batches.even(case["microbatches"], case["sequences"], case["length"], shape)
     parts: dict[str, list[float]] = {"step": [], "forward_backward": [], "optimizer": []}
     _reset_peak()
-    rest = _allocated()
+    rest = torch.cuda.memory_allocated()
     for step in range(case["warmup"] + case["steps"]):
         times = _step(backend, batch)
         if step >= case["warmup"]:
@@ -49,8 +50,8 @@ def speed(world: World, case: dict[str, Any]) -> dict[str, Any]:
         "matmul_tflops": matmul / 1e12,
         "mfu": flops / step_s / gpus / matmul if matmul else math.nan,
         "between_steps_gib": _largest(rest / GIB, world),
-        "peak_gib": _largest(_peak() / GIB, world),
-        "reserved_gib": _largest(_reserved() / GIB, world),
+        "peak_gib": _largest(torch.cuda.max_memory_allocated() / GIB, world),
+        "reserved_gib": _largest(torch.cuda.max_memory_reserved() / GIB, world),
         "host_gib": _largest(psutil.Process().memory_info().rss / GIB, world),
         "moe": backend.metrics(),
     }
@@ -95,7 +96,7 @@ def scoring_head(world: World, case: dict[str, Any]) -> dict[str, Any]:
     for _ in range(3):
         hidden_rh.grad = weight_vh.grad = None
         _reset_peak()
-        held = _allocated()
+        held = torch.cuda.memory_allocated()
         _synchronize()
         began = time.perf_counter()
         if case["whole"]:
@@ -105,14 +106,14 @@ def scoring_head(world: World, case: dict[str, Any]) -> dict[str, Any]:
             del log_p, entropy_r
         else:
             scored = scores(hidden_rh, weight_vh, wanted, VocabularyPart(0, vocabulary, None), case["chunk"])
-        forward_gib = (_peak() - held) / GIB
+        forward_gib = (torch.cuda.max_memory_allocated() - held) / GIB
         scored.sum().backward()
         _synchronize()
         times.append(time.perf_counter() - began)
     flops = 6.0 * tokens * vocabulary * hidden
     return {
         "forward_gib": forward_gib,
-        "peak_gib": (_peak() - held) / GIB,
+        "peak_gib": (torch.cuda.max_memory_allocated() - held) / GIB,
         "logits_gib": tokens * vocabulary * 4 / GIB,
         "s": min(times),
         "tflops": flops / min(times) / 1e12,
@@ -128,7 +129,7 @@ def logprob_pass(world: World, case: dict[str, Any]) -> dict[str, Any]:
     times = []
     for _ in range(2):
         _reset_peak()
-        held = _allocated()
+        held = torch.cuda.memory_allocated()
         _synchronize()
         began = time.perf_counter()
         backend.logprobs(batch, temperature=1.0)
@@ -136,7 +137,12 @@ def logprob_pass(world: World, case: dict[str, Any]) -> dict[str, Any]:
         times.append(time.perf_counter() - began)
     tokens = case["sequences"] * case["length"]
     logits = tokens * shape.vocabulary * 4 / GIB
-    return {"tokens": tokens, "peak_gib": (_peak() - held) / GIB, "logits_gib": logits, "s": min(times)}
+    return {
+        "tokens": tokens,
+        "peak_gib": (torch.cuda.max_memory_allocated() - held) / GIB,
+        "logits_gib": logits,
+        "s": min(times),
+    }
 
 
 def matmul_flops(world: World) -> float:
@@ -165,16 +171,9 @@ def _built(world: World, case: dict[str, Any]) -> tuple[Backend, float]:
 
 
 def _step(backend: Backend, batch: list[Any]) -> tuple[float, float, float]:
-    _synchronize()
-    began = time.perf_counter()
-    backend.forward_backward(batch, batches.plain_loss, temperature=1.0)
-    _synchronize()
-    between = time.perf_counter()
-    norm = backend.gradient_norm()
-    backend.optimizer_step(lr=1e-6, gradient_scale=min(1.0, 1.0 / (norm + 1e-6)))
-    _synchronize()
-    end = time.perf_counter()
-    return end - began, between - began, end - between
+    """Seconds of an update, of its passes, and of its optimizer."""
+    passes_s, optimizer_s, _ = update(backend, batch, batches.plain_loss)
+    return passes_s + optimizer_s, passes_s, optimizer_s
 
 
 def _largest(value: float, world: World) -> float:
@@ -192,15 +191,3 @@ def _synchronize() -> None:
 def _reset_peak() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-
-
-def _allocated() -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-
-
-def _peak() -> int:
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-
-
-def _reserved() -> int:
-    return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0

@@ -31,14 +31,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.publication.sender import RemoteRank, answer, remote
-from benchmarks.shapes import config_of, cut
+from benchmarks.shapes import config_of, cut, trainer_spec
 from benchmarks.training import draw_fsdp2_weights
 from millrace.bench.publication import SHARING
 from millrace.contracts.v1 import trainer_pb2 as pb
 from millrace.contracts.v1 import weights_pb2
 from millrace.ids import Version
 from millrace.megatron.architectures.published import SHAPES, shape_of
-from millrace.spec import parse
 from millrace.weights.phases import PublicationId
 from millrace.weights.plans import wire_layouts
 from millrace.weights.plans.manifest import Manifest
@@ -124,12 +123,14 @@ class Trainer:
         torch.manual_seed(0)
         self._world = World.join()
         on_gpu = self._world.device.type == "cuda"
-        model = {"path": folder} | ({"lora": {"rank": lora, "alpha": lora, "merge": True}} if lora else {})
-        options = {"offload_parameters": offload, "compile_layers": False}
-        trainer = {"dtype": "bfloat16" if on_gpu else "float32", "token_budget": 4096, "backend_options": options}
-        data = {"procedural": "reasoning_gym:spell_backward", "max_prompt_tokens": 1}
-        asked = {"name": "bench", "output": "/unused", "model": model, "data": data, "trainer": trainer}
-        self._backend = build(parse({**asked, "rollout": {"max_response_tokens": 8}}), self._world.device)
+        spec = trainer_spec(
+            Path(folder),
+            lora={"rank": lora, "alpha": lora, "merge": True} if lora else None,
+            dtype="bfloat16" if on_gpu else "float32",
+            token_budget=4096,
+            backend_options={"offload_parameters": offload, "compile_layers": False},
+        )
+        self._backend = build(spec, self._world.device)
         self._sender = Sender(0, "trainer-bench")
         self._watch = Watch(self._world.device)
 
