@@ -3,16 +3,7 @@
 from millrace.descriptors import EngineDescriptor
 from millrace.engines.vllm import EXPERTS_MOVE, NO_DRAFT_WEIGHTS, SAMPLING_FIELDS
 from millrace.software import TESTED_TORCH, Software
-
-MOVING_EXPERTS = (
-    "enable_eplb",
-    "ep_num_redundant_experts",
-    "init_expert_location",
-    "ep_dispatch_algorithm",
-    "elastic_ep_backend",
-    "enable_elastic_expert_backup",
-)
-"""Options by which an expert does not stay where SGLang's loader puts it, or lies in several places."""
+from millrace.validation.names import by_name
 
 DESCRIPTOR = EngineDescriptor(
     software=Software(
@@ -37,39 +28,27 @@ DESCRIPTOR = EngineDescriptor(
         "page_size": (1, 65_536),
         "mem_fraction_static": (0.01, 1.0),
     },
-    reserved_options={
-        "model_path": "model.path",
-        "tokenizer_path": "model.path",
-        "trust_remote_code": "model.trust_remote_code",
-        "dtype": "rollout.dtype",
-        "load_format": "",
-        "preferred_sampling_params": SAMPLING_FIELDS,
-        "sampling_defaults": SAMPLING_FIELDS,
-        "sampling_backend": "",
-        "random_seed": "",
-        "skip_tokenizer_init": "",
-        "incremental_streaming_output": "",
-        "quantization": "",
-        "kv_cache_dtype": "",
-        "pp_size": "",
-        "dp_size": "",
-        "nnodes": "",
-        "node_rank": "",
-        "dist_init_addr": "",
-        "disaggregation_mode": "",
-        "enable_lora": "model.lora",
-        "max_lora_rank": "model.lora.rank",
-        "lora_target_modules": "model.lora.target_modules",
-        "lora_paths": "",
-        "max_loras_per_batch": "",
-        "max_loaded_loras": "",
-        "enable_lora_overlap_loading": "",
-        "experts_shared_outer_loras": "",
-    },
-    unbuilt_options={
-        **dict.fromkeys(("speculative_algorithm", "speculative_draft_model_path"), NO_DRAFT_WEIGHTS),
-        **dict.fromkeys(MOVING_EXPERTS, EXPERTS_MOVE),
-    },
+    reserved_options=by_name(
+        {
+            "model.path": "model_path tokenizer_path",
+            "model.trust_remote_code": "trust_remote_code",
+            "rollout.dtype": "dtype",
+            SAMPLING_FIELDS: "preferred_sampling_params sampling_defaults",
+            "model.lora": "enable_lora",
+            "model.lora.rank": "max_lora_rank",
+            "model.lora.target_modules": "lora_target_modules",
+            "": "load_format sampling_backend random_seed skip_tokenizer_init incremental_streaming_output "
+            "quantization kv_cache_dtype pp_size dp_size nnodes node_rank dist_init_addr disaggregation_mode "
+            "lora_paths max_loras_per_batch max_loaded_loras enable_lora_overlap_loading experts_shared_outer_loras",
+        }
+    ),
+    unbuilt_options=by_name(
+        {
+            NO_DRAFT_WEIGHTS: "speculative_algorithm speculative_draft_model_path",
+            EXPERTS_MOVE: "enable_eplb ep_num_redundant_experts init_expert_location ep_dispatch_algorithm "
+            "elastic_ep_backend enable_elastic_expert_backup",
+        }
+    ),
     unreserved_options=frozenset({"enable_return_routed_experts"}),
     size_options=("tp_size",),
     memory_option="mem_fraction_static",

@@ -7,6 +7,7 @@ from typing import Any
 from millrace.descriptors import EngineDescriptor
 from millrace.software import TESTED_TORCH, Software
 from millrace.validation.limits import LARGEST_SEED
+from millrace.validation.names import by_name
 
 ENTRY_POINT = "millrace_cpu_weights"
 """Millrace's plugin, which vLLM runs in each of its processes."""
@@ -19,25 +20,10 @@ def plugin_missing() -> str:
     return f"millrace's entry point {ENTRY_POINT} is not installed: uv pip install -e . in the checkout, then restart."
 
 
-SET_BY_REPLICAS = (
-    "load_format",
-    "logprobs_mode",
-    "worker_extension_cls",
-    "generation_config",
-    "enable_log_requests",
-    "data_parallel_size_local",
-    "data_parallel_rank",
-    "data_parallel_start_rank",
-    "data_parallel_address",
-    "data_parallel_rpc_port",
-    "data_parallel_backend",
-    "data_parallel_hybrid_lb",
-    "data_parallel_external_lb",
-    "nnodes",
-    "node_rank",
-    "master_addr",
-    "master_port",
-)
+SET_BY_REPLICAS = """
+    load_format logprobs_mode worker_extension_cls generation_config enable_log_requests data_parallel_size_local
+    data_parallel_rank data_parallel_start_rank data_parallel_address data_parallel_rpc_port data_parallel_backend
+    data_parallel_hybrid_lb data_parallel_external_lb nnodes node_rank master_addr master_port"""
 """Options that a replica sets itself, whether it generates or scores, and that no field of a job has instead."""
 
 SAMPLING_FIELDS = "rollout.temperature, rollout.top_p, rollout.top_k and rollout.stop"
@@ -142,33 +128,28 @@ DESCRIPTOR = EngineDescriptor(
         "cpu_offload_gb": (0, 1_000_000),
         "seed": (0, LARGEST_SEED),
     },
-    reserved_options={
-        "limit_mm_per_prompt": "data.images",
-        **dict.fromkeys(("mm_processor_cache_gb", "mm_processor_kwargs", "mm_device_do_normalize"), ""),
-        "model": "model.path",
-        "tokenizer": "model.path",
-        "trust_remote_code": "model.trust_remote_code",
-        "dtype": "rollout.dtype",
-        **dict.fromkeys(SET_BY_REPLICAS, ""),
-        "override_generation_config": SAMPLING_FIELDS,
-        "quantization": "",
-        "enable_return_routed_experts": "algorithm.router_replay",
-        "enable_lora": "model.lora",
-        "max_lora_rank": "model.lora.rank",
-        "lora_target_modules": "model.lora.target_modules",
-        "max_loras": "",
-        "max_cpu_loras": "",
-        "lora_dtype": "",
-        "fully_sharded_loras": "",
-        "default_mm_loras": "",
-        "enable_tower_connector_lora": "",
-        "enable_mixed_moe_lora_format": "",
-        "enable_moe_shared_loras": "",
-    },
-    unbuilt_options={
-        **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), NO_DRAFT_WEIGHTS),
-        **dict.fromkeys(("enable_eplb", "eplb_config", "enable_elastic_ep", "elastic_ep_max_dp_size"), EXPERTS_MOVE),
-    },
+    reserved_options=by_name(
+        {
+            "data.images": "limit_mm_per_prompt",
+            "model.path": "model tokenizer",
+            "model.trust_remote_code": "trust_remote_code",
+            "rollout.dtype": "dtype",
+            SAMPLING_FIELDS: "override_generation_config",
+            "algorithm.router_replay": "enable_return_routed_experts",
+            "model.lora": "enable_lora",
+            "model.lora.rank": "max_lora_rank",
+            "model.lora.target_modules": "lora_target_modules",
+            "": f"{SET_BY_REPLICAS} mm_processor_cache_gb mm_processor_kwargs mm_device_do_normalize quantization "
+            "max_loras max_cpu_loras lora_dtype fully_sharded_loras default_mm_loras enable_tower_connector_lora "
+            "enable_mixed_moe_lora_format enable_moe_shared_loras",
+        }
+    ),
+    unbuilt_options=by_name(
+        {
+            NO_DRAFT_WEIGHTS: "speculative_config spec_method spec_model spec_tokens",
+            EXPERTS_MOVE: "enable_eplb eplb_config enable_elastic_ep elastic_ep_max_dp_size",
+        }
+    ),
     unreserved_options=frozenset({"kv_cache_dtype", "skip_tokenizer_init"}),
     size_options=("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
     copies_option="data_parallel_size",

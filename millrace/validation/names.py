@@ -5,12 +5,12 @@ import difflib
 from collections.abc import Collection
 
 
-def _by_name(called: dict[str, str]) -> dict[str, str]:
+def by_name(called: dict[str, str]) -> dict[str, str]:
     """The key of each name in the values, which separate names by spaces."""
     return {name: key for key, names in called.items() for name in names.split()}
 
 
-FIELDS = _by_name(
+FIELDS = by_name(
     {
         "model, rollout, trainer": "actor_rollout_ref",
         "trainer": "actor",
@@ -151,7 +151,7 @@ VALUES: dict[str, str] = {
 }
 """Another framework's name of a function, and the name of the same function in a job spec."""
 
-ABSENT = _by_name(
+ABSENT = by_name(
     {
         "the matrix B of an adapter begins with zeros": "lora_b_init_method",
         "dropout comes before the adapter": "dropout_position",
@@ -189,7 +189,7 @@ ABSENT = _by_name(
 """Settings of other frameworks that have no counterpart, and why. A name with a dot is one below a section of that
 name."""
 
-UNITS = _by_name(
+UNITS = by_name(
     {
         "there true keeps the tower as it is, here true trains it": "freeze_vision_tower",
         "there it is the size of one update's share of the batch, here the number of updates in a step: batch / size": (

@@ -28,7 +28,7 @@ RESERVED = {
     "tokenizer": "path",
     "trust_remote_code": "trust_remote_code",
     "dtype": "dtype",
-    **dict.fromkeys((*SET_BY_REPLICAS, "data_parallel_size", "max_logprobs", "runner", "convert"), ""),
+    **dict.fromkeys((*SET_BY_REPLICAS.split(), "data_parallel_size", "max_logprobs", "runner", "convert"), ""),
 }
 """Options that a pool cannot set, with the field of the pool that has the same effect, or empty."""
 
