@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.stacks import finished, stack_in
 from millrace.client import Client
-from millrace.demo.run import prepared
+from millrace.demo.run import Run
 from millrace.events import PublicationDone
 from tests.certificates import Authority
 
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, default=Path("state/mutual-tls"))
     options = parser.parse_args()
     state = options.state.resolve()
-    job = prepared(state, seed=0, steps=options.steps).model_dump(mode="json")
+    job = Run(state, steps=options.steps).prepared().model_dump(mode="json")
     job.pop("evaluation")
     files = Authority(state / "pki").member("member").variables()
     sides: list[tuple[bool, Mapping[str, str]]] = [(False, {}), (True, files)]

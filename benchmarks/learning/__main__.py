@@ -17,13 +17,13 @@ from benchmarks.learning import page
 from benchmarks.learning.jobs import COMPARISONS, Comparison, job_spec
 from benchmarks.learning.results import Result, Results
 from benchmarks.stacks import stack_in
-from millrace.demo.run import MARGIN, model_folder
+from millrace.demo.run import MARGIN, Run
 from millrace.errors import InvalidState, MillraceError
 from millrace.rest import JobState
 from millrace.terminal.output import print_error
 
 RUN_TIMEOUT_S = 1800.0
-Run = tuple[str, int]
+Named = tuple[str, int]
 
 
 def learning(
@@ -71,7 +71,7 @@ def _names(only: str, comparison: Comparison) -> list[str]:
     return names
 
 
-def _train(missing: list[Run], comparison: Comparison, results: Results, state: Path, engine: str) -> list[str]:
+def _train(missing: list[Named], comparison: Comparison, results: Results, state: Path, engine: str) -> list[str]:
     """Runs them one after the other; what failed, with the reason."""
     data = {seed: _prepared(state, seed) for seed in dict.fromkeys(seed for _, seed in missing)}
     failures = []
@@ -94,7 +94,7 @@ def _prepared(state: Path, seed: int) -> tuple[Path, Path]:
     from millrace.demo.model import WarmUp, made_model
     from millrace.demo.tasks import TASKS, write_task_data
 
-    made_model(model_folder(state, seed), WarmUp(seed=seed))
+    made_model(Run(state, seed).model_folder, WarmUp(seed=seed))
     return write_task_data(TASKS["reverse"], state / f"data-{seed}", seed)
 
 

@@ -6,13 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from millrace.demo.run import JOB, model_folder
+from millrace.demo.run import Run
 from millrace.spec import JobSpec, parse
-
-LORA_RATE = 10.0
-"""Factor of the learning rate of adapters."""
 
 
 @dataclass(frozen=True)
@@ -92,17 +87,11 @@ EVERY_STEPS = 5
 
 def job_spec(state: Path, name: str, variant: Variant, seed: int, steps: int, data: tuple[Path, Path]) -> JobSpec:
     """`data` is what to train on and what to hold out; all else but the variant is as in the demo."""
-    tree = yaml.safe_load(JOB.read_text())
-    tree["name"] = f"learning {name.replace('+', 'p')} seed {seed}"
-    tree["model"]["path"] = str(model_folder(state, seed))
-    tree["data"] |= {"files": [str(data[0])], "seed": seed}
-    tree["algorithm"] = dict(variant.algorithm)
-    tree["evaluation"] |= {"files": [str(data[1])], "every_steps": EVERY_STEPS}
-    tree["trainer"] |= {"seed": seed, "backend": variant.backend}
-    if variant.lora is not None:
-        tree["model"]["lora"] = {"rank": variant.lora, "alpha": variant.lora}
-        tree["trainer"]["optimizer"]["lr"] *= LORA_RATE
-    tree["trainer"]["optimizer"]["warmup_steps"] = min(steps, tree["trainer"]["optimizer"]["warmup_steps"])
-    tree["schedule"]["steps"] = steps
-    tree["output"] = str(state / "outputs" / time.strftime(f"{name}-{seed}-%Y%m%d-%H%M%S"))
-    return parse(tree)
+    demo = Run(state, seed, steps, variant.backend, lora=variant.lora).job_spec(data).model_dump(mode="json")
+    changes = {
+        "name": f"learning {name.replace('+', 'p')} seed {seed}",
+        "algorithm": dict(variant.algorithm),
+        "evaluation": demo["evaluation"] | {"every_steps": EVERY_STEPS},
+        "output": str(state / "outputs" / time.strftime(f"{name}-{seed}-%Y%m%d-%H%M%S")),
+    }
+    return parse(demo | changes)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from millrace.demo.run import prepared
+from millrace.demo.run import Run
 
 
 def prepare(
@@ -17,7 +17,7 @@ def prepare(
     steps: Annotated[int, typer.Option(min=1)] = 60,
 ) -> None:
     """Makes the demo's model and data in FOLDER and writes the job that trains on them."""
-    spec = prepared(folder.resolve(), seed, steps)
+    spec = Run(folder.resolve(), seed, steps).prepared()
     path = folder / "job.json"
     path.write_text(spec.model_dump_json(indent=2))
     print(f"submit it with: millrace submit {path}", flush=True)

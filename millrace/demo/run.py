@@ -37,6 +37,8 @@ MARGIN = 0.30
 JOB = Path(__file__).with_name("job.yaml")
 GROWN = Path(__file__).with_name("grown.yaml")
 """What is other in the job of the grown model."""
+LORA_RATE = 10
+"""Learning rate of adapters over that of all weights."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -93,8 +95,7 @@ def demo(
         environment={name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()},
     )
     chosen = _size(size)  # which imports torch: what is wrong with the options above is told before
-    family = _family(model, chosen, task)
-    spec = prepared(state, seed, steps, backend=backend, size=chosen, lora=lora, task=task, family=family)
+    spec = Run(state, seed, steps, backend, chosen, lora, task, _family(model, chosen, task)).prepared()
     made_s = time.monotonic() - begun
     print(
         f"starting coordinator, trainer and {replicas} {engine} replica(s); logs: {options.folder / 'logs'}", flush=True
@@ -112,28 +113,63 @@ def demo(
     raise typer.Exit(0 if outcome.learned else 1)
 
 
-def prepared(
-    state: Path,
-    seed: int,
-    steps: int,
-    *,
-    backend: str = "fsdp2",
-    size: "Size" = "small",
-    lora: int | None = None,
-    task: str = "reverse",
-    family: "Family" = "qwen3",
-) -> JobSpec:
-    """Makes model and data, and the job about them. Raises InvalidJob for a task that does not exist."""
-    from millrace.demo.tasks import task_named, write_task_data
+@dataclass(frozen=True)
+class Run:
+    """What is trained, on what, and where its files are."""
 
-    named = task_named(task)
-    from millrace.demo.model import WarmUp, made_model
+    state: Path
+    seed: int = 0
+    steps: int = 60
+    backend: str = "fsdp2"
+    size: "Size" = "small"
+    lora: int | None = None
+    """Rank of adapters; None: all weights are trained."""
+    task: str = "reverse"
+    family: "Family" = "qwen3"
 
-    print(f"making the model (once a seed) and the data in {state}", flush=True)
-    warm_up = WarmUp(seed=seed, size=size, task=task, model=family, until=named.until)
-    made_model(model_folder(state, seed, size, task, family), warm_up)
-    data = write_task_data(named, state / _folder("data", seed, task=task), seed)
-    return job_spec(state, seed, steps, data, backend=backend, size=size, lora=lora, task=task, family=family)
+    def prepared(self) -> JobSpec:
+        """Makes model and data, and the job about them. Raises InvalidJob for a task that does not exist."""
+        from millrace.demo.tasks import task_named, write_task_data
+
+        task = task_named(self.task)
+        from millrace.demo.model import WarmUp, made_model
+
+        print(f"making the model (once a seed) and the data in {self.state}", flush=True)
+        made_model(self.model_folder, WarmUp(self.seed, self.size, self.task, self.family, task.until))
+        data = self.state / self._name("data", size="small", family="qwen3")
+        return self.job_spec(write_task_data(task, data, self.seed))
+
+    @property
+    def model_folder(self) -> Path:
+        return self.state / self._name("model")
+
+    def job_spec(self, data: tuple[Path, Path]) -> JobSpec:
+        """The job of `job.yaml` with what task and size change, and with this run's folders; `data` is what to train on
+        and what to hold out."""
+        from millrace.demo.tasks import task_named
+
+        tree = yaml.safe_load(JOB.read_text())
+        for changes in (task_named(self.task).changes, GROWN if self.size == "grown" else None):
+            if changes is not None:
+                tree = merged(tree, yaml.safe_load(changes.read_text()))
+        tree["model"]["path"] = str(self.model_folder)
+        tree["data"] |= {"files": [str(data[0])], "seed": self.seed}
+        tree["evaluation"]["files"] = [str(data[1])]
+        tree["trainer"] |= {"seed": self.seed, "backend": self.backend}
+        optimizer = tree["trainer"]["optimizer"]
+        if self.lora is not None:
+            tree["model"]["lora"] = {"rank": self.lora, "alpha": self.lora}
+            optimizer["lr"] *= LORA_RATE
+        tree["schedule"]["steps"] = self.steps
+        optimizer["warmup_steps"] = min(self.steps, optimizer["warmup_steps"])
+        tree["output"] = str(self.state / time.strftime(f"{self._name('output', size='small')}-%Y%m%d-%H%M%S"))
+        return parse(tree)
+
+    def _name(self, what: str, *, size: str = "", family: str = "") -> str:
+        """A folder's name: what it holds, then task, size and family if they are not the default, then the seed.
+        `size` and `family`: those to take instead of the run's own."""
+        chosen = ((self.task, "reverse"), (size or self.size, "small"), (family or self.family, "qwen3"))
+        return "-".join([what, *(value for value, usual in chosen if value != usual), str(self.seed)])
 
 
 def _writable(folder: Path) -> Path:
@@ -147,18 +183,6 @@ def _writable(folder: Path) -> Path:
         fix = "name a folder that you may write to with --state, or run the demo in one."
         raise InvalidState(f"--state: {folder}: {error.strerror}.", fix) from error
     return folder
-
-
-def model_folder(
-    state: Path, seed: int, size: "Size" = "small", task: str = "reverse", family: "Family" = "qwen3"
-) -> Path:
-    return state / _folder("model", seed, size, task, family)
-
-
-def _folder(what: str, seed: int, size: str = "small", task: str = "reverse", family: str = "qwen3") -> str:
-    """The folder's name: what it holds, then task, size and family if they are not the default, then the seed."""
-    others = [value for value, usual in ((task, "reverse"), (size, "small"), (family, "qwen3")) if value != usual]
-    return "-".join([what, *others, str(seed)])
 
 
 def _size(text: str) -> "Size":
@@ -185,39 +209,6 @@ def _family(text: str | None, size: "Size", task: str) -> "Family":
     if family != "qwen3" and size != "small":
         raise InvalidJob(f"--model: there is no {family} of size {size!r}.", "leave --size out.")
     return family
-
-
-def job_spec(
-    state: Path,
-    seed: int,
-    steps: int,
-    data: tuple[Path, Path],
-    *,
-    backend: str = "fsdp2",
-    size: "Size" = "small",
-    lora: int | None = None,
-    task: str = "reverse",
-    family: "Family" = "qwen3",
-) -> JobSpec:
-    """The job of `job.yaml` with what task and size change, and with this run's folders; `data` is what to train on and
-    what to hold out. Adapters have a ten times higher learning rate than all weights."""
-    from millrace.demo.tasks import task_named
-
-    tree = yaml.safe_load(JOB.read_text())
-    for changes in (task_named(task).changes, GROWN if size == "grown" else None):
-        if changes is not None:
-            tree = merged(tree, yaml.safe_load(changes.read_text()))
-    tree["model"]["path"] = str(model_folder(state, seed, size, task, family))
-    tree["data"] |= {"files": [str(data[0])], "seed": seed}
-    tree["evaluation"]["files"] = [str(data[1])]
-    tree["trainer"] |= {"seed": seed, "backend": backend}
-    if lora is not None:
-        tree["model"]["lora"] = {"rank": lora, "alpha": lora}
-        tree["trainer"]["optimizer"]["lr"] *= 10
-    tree["schedule"]["steps"] = steps
-    tree["trainer"]["optimizer"]["warmup_steps"] = min(steps, tree["trainer"]["optimizer"]["warmup_steps"])
-    tree["output"] = str(state / time.strftime(f"{_folder('output', seed, task=task, family=family)}-%Y%m%d-%H%M%S"))
-    return parse(tree)
 
 
 PAUSE = "publication/pause_s"

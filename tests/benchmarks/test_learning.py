@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.learning import page
-from benchmarks.learning.jobs import ADAPTERS, ALGORITHMS, COMPARISONS, LORA_RATE, job_spec
+from benchmarks.learning.jobs import ADAPTERS, ALGORITHMS, COMPARISONS, job_spec
 from benchmarks.learning.results import HELD_OUT, TRAINING, Result, Results
 from millrace.admission import choices
+from millrace.demo.run import LORA_RATE
 from millrace.rest import JobState, JobView, StepMetrics
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from millrace.cli import app
 from millrace.demo.model import FAMILIES
-from millrace.demo.run import JOB, MARGIN, Outcome, job_spec, print_outcome
+from millrace.demo.run import JOB, MARGIN, Outcome, Run, print_outcome
 from millrace.demo.run import app as demonstration
 from millrace.drops import DropReason
 from millrace.errors import InvalidJob
@@ -71,7 +71,7 @@ def test_the_summary_says_of_how_many_held_out_prompts_a_score_is() -> None:
 
 def test_the_job_is_a_valid_spec_and_takes_the_run_s_folders(tmp_path: Path) -> None:
     assert load(JOB).schedule.steps == 60
-    spec = job_spec(tmp_path, seed=4, steps=5, data=(tmp_path / "t.parquet", tmp_path / "h.parquet"))
+    spec = Run(tmp_path, 4, 5).job_spec((tmp_path / "t.parquet", tmp_path / "h.parquet"))
     assert spec.model.path == str(tmp_path / "model-4")
     assert spec.data.files == [str(tmp_path / "t.parquet")] and spec.data.seed == spec.trainer.seed == 4
     assert spec.evaluation is not None and spec.evaluation.files == [str(tmp_path / "h.parquet")]
@@ -80,7 +80,7 @@ def test_the_job_is_a_valid_spec_and_takes_the_run_s_folders(tmp_path: Path) -> 
 
 def test_the_grown_model_has_a_job_of_its_own_for_the_rest_the_same(tmp_path: Path) -> None:
     data = (tmp_path / "t.parquet", tmp_path / "h.parquet")
-    small, grown = (job_spec(tmp_path, 4, 5, data, backend="megatron", size=size) for size in ("small", "grown"))
+    small, grown = (Run(tmp_path, 4, 5, "megatron", size).job_spec(data) for size in ("small", "grown"))
     assert grown.model.path != small.model.path and grown.rollout.dtype == "bfloat16"
     assert grown.rollout.options_of("vllm")["max_model_len"] == small.rollout.options_of("vllm")["max_model_len"]
     assert grown.algorithm == small.algorithm and grown.evaluation == small.evaluation
@@ -88,7 +88,7 @@ def test_the_grown_model_has_a_job_of_its_own_for_the_rest_the_same(tmp_path: Pa
 
 def test_another_family_has_folders_of_its_own_and_the_same_job(tmp_path: Path) -> None:
     data = (tmp_path / "t.parquet", tmp_path / "h.parquet")
-    usual, hybrid = (job_spec(tmp_path, 4, 5, data, family=family) for family in FAMILIES[:2])
+    usual, hybrid = (Run(tmp_path, 4, 5, family=family).job_spec(data) for family in FAMILIES[:2])
     assert Path(hybrid.model.path).name == "model-qwen3.5-4" and usual.model.path != hybrid.model.path
     assert hybrid.rollout == usual.rollout and hybrid.trainer == usual.trainer
 
