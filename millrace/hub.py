@@ -92,7 +92,6 @@ class HubName:
 def pinned(spec: JobSpec) -> JobSpec:
     """The spec with the commit in every name, and with the files that match in the place of every pattern, as of now.
     Raises InvalidJob with every name that cannot be used, and Unavailable if the hub does not answer."""
-    mistakes: list[Mistake] = []
 
     def pin(name: HubName | None, field: str, text: str) -> list[str]:
         if name is None:
@@ -102,10 +101,7 @@ def pinned(spec: JobSpec) -> JobSpec:
             return [str(pinned_name)]
         return _checked_matches(text, [str(each) for each in _matching(pinned_name, field)], field)
 
-    changed = _changed(spec, _collecting(pin, mistakes))
-    if mistakes:
-        raise InvalidJob.of(mistakes)
-    return changed
+    return _changed(spec, pin)
 
 
 def local(spec: JobSpec, *, weights: bool = False, data: bool = False, pool: str | None = None) -> JobSpec:
@@ -115,7 +111,6 @@ def local(spec: JobSpec, *, weights: bool = False, data: bool = False, pool: str
 
     Raises InvalidJob with every name that the hub refuses, and Unavailable if it does not answer.
     """
-    mistakes: list[Mistake] = []
 
     def load(name: HubName | None, field: str, text: str) -> list[str]:
         if name is None or (name.file is not None and not data):
@@ -125,11 +120,7 @@ def local(spec: JobSpec, *, weights: bool = False, data: bool = False, pool: str
         return [_downloaded(name, field, whole)]
 
     own = [f"pools.{number}.path" for number, each in enumerate(spec.pools) if each.name == pool]
-
-    changed = _changed(spec, _collecting(load, mistakes))
-    if mistakes:
-        raise InvalidJob.of(mistakes)
-    return changed
+    return _changed(spec, load)
 
 
 def file_here(text: str, field: str) -> str:
@@ -147,22 +138,18 @@ Change = Callable[[HubName | None, str, str], list[str]]
 """What a name in a field becomes: one name, or several files."""
 
 
-def _collecting(change: Change, mistakes: list[Mistake]) -> Callable[[str, str], list[str]]:
-    """`change` for the text of a field. If it raises InvalidJob, the mistakes are kept and the text stays."""
+def _changed(spec: JobSpec, become: Change) -> JobSpec:
+    """The spec with the change of every field that may have a name. It is the same object if nothing changes. Raises
+    InvalidJob with the mistakes of all fields."""
+    mistakes: list[Mistake] = []
 
-    def changed(field: str, text: str) -> list[str]:
+    def change_all(field: str, text: str) -> list[str]:
         try:
             name = HubName.of_file(text, field) if field.endswith("files") else HubName.of_model(text, field)
-            return change(name, field, text)
+            return become(name, field, text)
         except InvalidJob as error:
             mistakes.extend(error.mistakes)
             return [text]
-
-    return changed
-
-
-def _changed(spec: JobSpec, change_all: Callable[[str, str], list[str]]) -> JobSpec:
-    """The spec with the change of every field that may have a name. It is the same object if nothing changes."""
 
     def change(field: str, text: str) -> str:
         return change_all(field, text)[0]
@@ -181,6 +168,8 @@ def _changed(spec: JobSpec, change_all: Callable[[str, str], list[str]]) -> JobS
             pool.model_copy(update={"path": change(f"pools.{number}.path", pool.path)})
             for number, pool in enumerate(spec.pools)
         ]
+    if mistakes:
+        raise InvalidJob.of(mistakes)
     changed = spec.model_copy(update=parts)
     return spec if changed == spec else changed
 
