@@ -9,12 +9,13 @@ import tempfile
 import threading
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import IO, Any
 
 from millrace.data.columns.layout import Layout
 from millrace.data.columns.values import Values
+from millrace.data.prompt_source import RowFile
 from millrace.errors import BadRow, refused
 
 PACKED = (".gz", ".zst")
@@ -24,7 +25,7 @@ COPIED = 1 << 20
 SPACE = re.compile(r"[ \t\r\n]*")
 
 
-class JsonlRows:
+class JsonlRows(RowFile):
     """One object per line; blank lines are skipped. A `.json` file may be one array of objects instead. A compressed
     file, and an array, is written once as lines to an unnamed temporary file."""
 
@@ -59,17 +60,14 @@ class JsonlRows:
 
     @property
     def columns(self) -> Sequence[str]:
-        """See `RowFile.columns`."""
         Values(first := self.raw(0), self.place(0))
         rows = [first, *(row for row in islice(self.scan(), 1, LOOKED_AT) if not isinstance(row, BadRow))]
         return list(dict.fromkeys(str(name) for row in rows if isinstance(row, dict) for name in row))
 
     def fitted(self, layout: Layout) -> Layout:
-        """See `RowFile.fitted`."""
         return layout
 
     def raw(self, row: int) -> Any:
-        """See `RowFile.raw`."""
         with self._reading:
             self._file.seek(self._starts[row])
             line = self._file.readline()
@@ -79,16 +77,7 @@ class JsonlRows:
             fix = "write one JSON object per line, or a .json file with one array of objects."
             raise BadRow(f"{self.place(row)}: is not JSON: {error}.", fix) from error
 
-    def scan(self) -> Iterator[Any | BadRow]:
-        """See `RowFile.scan`."""
-        for row in range(len(self)):
-            try:
-                yield self.raw(row)
-            except BadRow as error:
-                yield error
-
     def place(self, row: int) -> str:
-        """See `RowFile.place`."""
         return f"{self._path} {self._called} {self._line_numbers[row]}"
 
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from millrace.data.columns.layout import VERL_TRUTH, Layout
+from millrace.data.prompt_source import RowFile
 from millrace.errors import BadRow, InvalidJob, Mistake, refused, wrong_value
 
 CACHE_BYTES = 256 << 20
@@ -40,8 +41,8 @@ class RowGroupCache:
             return table
 
 
-class ParquetRows:
-    """The rows of one Parquet file. See `RowFile`."""
+class ParquetRows(RowFile):
+    """The rows of one Parquet file."""
 
     def __init__(self, path: str, field: str, cache: RowGroupCache) -> None:
         self._path, self._field = path, field
@@ -59,11 +60,10 @@ class ParquetRows:
 
     @property
     def columns(self) -> Sequence[str]:
-        """See `RowFile.columns`."""
         return list(self._file.schema_arrow.names)
 
     def fitted(self, layout: Layout) -> Layout:
-        """See `RowFile.fitted`. Only the columns of the layout are read."""
+        """Only the columns of the layout are read."""
         schema = self._file.schema_arrow
         if mistakes := list(_mistakes(schema, layout, self._path, self._field)):
             raise InvalidJob.of(mistakes)
@@ -72,7 +72,6 @@ class ParquetRows:
         return layout
 
     def raw(self, row: int) -> Any:
-        """See `RowFile.raw`."""
         group = bisect_right(self._ends, row)
         start = self._ends[group - 1] if group else 0
         try:
@@ -82,7 +81,7 @@ class ParquetRows:
             raise BadRow(f"{self.place(row)}: cannot be read: {error}.", "write the file again.") from error
 
     def scan(self) -> Iterator[Any | BadRow]:
-        """See `RowFile.scan`. Reads in batches; after a batch that cannot be read, the rest row by row."""
+        """Reads in batches from the beginning; after a batch that cannot be read, the rest row by row."""
         read = 0
         try:
             for batch in self._file.iter_batches(ROWS_AT_ONCE, columns=self._columns, use_threads=False):
@@ -90,14 +89,9 @@ class ParquetRows:
                 read += len(rows)
                 yield from rows
         except (pa.ArrowException, OSError, ValueError):
-            for row in range(read, len(self)):
-                try:
-                    yield self.raw(row)
-                except BadRow as error:
-                    yield error
+            yield from self._one_by_one(read)
 
     def place(self, row: int) -> str:
-        """See `RowFile.place`."""
         return f"{self._path} row {row}"
 
     def _read(self, group: int) -> pa.Table:

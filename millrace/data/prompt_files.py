@@ -5,38 +5,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from millrace.data.columns.layout import Layout, Reading, layout_of
-from millrace.data.prompt_source import PromptSource
+from millrace.data.prompt_source import PromptSource, RowFile
 from millrace.data.row import PromptRow, read_row
 from millrace.errors import BadRow, InvalidJob, Mistake, refused
 
 PARQUET = (".parquet", ".pq")
 JSONL = tuple(kind + packed for kind in (".jsonl", ".ndjson", ".json") for packed in ("", ".gz", ".zst"))
-
-
-class RowFile(Protocol):
-    """One open file of rows."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def columns(self) -> Sequence[str]:
-        """Names of the columns. Raises BadRow if the first row, which has them, cannot be read."""
-
-    def fitted(self, layout: Layout) -> Layout:
-        """The layout for the types of this file, which reads rows by it from now on. Raises InvalidJob for a column of
-        a type that no valid row can have."""
-
-    def raw(self, row: int) -> Any:
-        """The row as the file holds it, in plain Python types. Raises BadRow if it cannot be read."""
-
-    def place(self, row: int) -> str:
-        """The file and the row, for errors."""
-
-    def scan(self) -> Iterator[Any | BadRow]:
-        """Every row in order as `raw` gives it, or why it cannot be read."""
 
 
 @dataclass(frozen=True)

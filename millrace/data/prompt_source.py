@@ -1,4 +1,4 @@
-"""What prompts come from: rows by number, and an order for every pass.
+"""What prompts come from: rows by number, files that have them, and an order for every pass.
 
 The order of a pass is a permutation that depends only on the seed, the pass and the number of rows. It is the same on
 every machine and with every release of Python and numpy, because rows are sorted by a hash of their number (splitmix64
@@ -9,11 +9,12 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.data.columns.layout import Layout
 from millrace.data.row import PromptRow
 from millrace.errors import BadRow
 
@@ -89,3 +90,39 @@ class PromptSource(ABC):
     def order(self, pass_number: int, seed: int, shuffle: bool) -> Order:
         """The row numbers of one pass in their order, which depends only on the arguments and on the number of rows."""
         return Order(len(self), pass_number, seed, shuffle)
+
+
+class RowFile(ABC):
+    """One open file of rows."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def columns(self) -> Sequence[str]:
+        """Names of the columns. Raises BadRow if the first row, which has them, cannot be read."""
+
+    @abstractmethod
+    def fitted(self, layout: Layout) -> Layout:
+        """The layout for the types of this file, which reads rows by it from now on. Raises InvalidJob for a column of
+        a type that no valid row can have."""
+
+    @abstractmethod
+    def raw(self, row: int) -> Any:
+        """The row as the file holds it, in plain Python types. Raises BadRow if it cannot be read."""
+
+    @abstractmethod
+    def place(self, row: int) -> str:
+        """The file and the row, for errors."""
+
+    def scan(self) -> Iterator[Any | BadRow]:
+        """Every row in order as `raw` gives it, or why it cannot be read."""
+        return self._one_by_one(0)
+
+    def _one_by_one(self, first: int) -> Iterator[Any | BadRow]:
+        for row in range(first, len(self)):
+            try:
+                yield self.raw(row)
+            except BadRow as error:
+                yield error
