@@ -1,6 +1,5 @@
 """This project on the peers' work: a job for each case, on a stack that is started once."""
 
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from benchmarks.peers.work import (
     PROMPT_TOKENS,
     PROMPTS,
     TOKEN_BUDGET,
+    figures,
 )
 from benchmarks.stacks import stack_in
 from millrace.cli.settings import changes_of
@@ -75,28 +75,9 @@ def run_ours(
             if job.state not in ENDED:
                 client.cancel(job.id)
                 client.wait(job.id, CANCEL_S)
-            # The first steps compile and fill the engine.
-            later = rows[2:] if len(rows) > 4 else rows[1:]
-            before = rows[rows.index(later[0]) - 1]
-            between = [row.time_s - last.time_s for last, row in zip([before, *later], later, strict=False)]
-            tokens = [PROMPTS * ANSWERS * row.values["response_length/mean"] for row in later]
-            yield {
-                "system": "millrace",
-                "case": case,
-                "backend": backend,
-                "steps": len(rows),
-                "first_step_s": round(rows[0].time_s - job.created_s, 1),
-                "job_s": round(time.monotonic() - begun, 1),
-                "step_s": [round(seconds, 2) for seconds in between],
-                "mean_step_s": round(statistics.fmean(between), 2),
-                "tokens_a_second": round(sum(tokens) / sum(between)),
-                "of": {name: mean for name in SHOWN if (mean := mean_of(name, later)) is not None},
-            }
-
-
-def mean_of(name: str, rows: Sequence[Any]) -> float | None:
-    found = [row.values[name] for row in rows if name in row.values]
-    return round(statistics.fmean(found), 4) if found else None
+            seen = {row.step: (row.time_s - job.created_s, row.values) for row in rows}
+            took = {"backend": backend, "job_s": round(time.monotonic() - begun, 1)}
+            yield {"system": "millrace", "case": case, **took, **figures(seen, SHOWN)}
 
 
 def job_of(work: Path, steps: int, backend: str, changes: Sequence[str]) -> JobSpec:

@@ -13,11 +13,10 @@ looks every 0.1 s for finished answers instead of every 2 s.
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from benchmarks.peers.work import (
     PROMPT_TOKENS,
     PROMPTS,
     TOKEN_BUDGET,
+    figures,
 )
 
 CASES = ("fsdp2", "megatron", "async-fsdp2", "async-megatron")
@@ -87,29 +87,7 @@ def run_verl(work: Path, case: str, steps: int, limit_s: float, gpus: int, more:
             end(process, family)
     if len(seen) < 3:
         return {"system": "verl", "case": case, "failure": log.read_text(errors="replace")[-4000:]}
-    return row(case, seen)
-
-
-def row(case: str, seen: Mapping[int, tuple[float, Mapping[str, float]]]) -> dict[str, Any]:
-    order = sorted(seen)
-    later = order[2:] if len(order) > 4 else order[1:]
-    between = [seen[step][0] - seen[step - 1][0] for step in later]
-    tokens = [PROMPTS * ANSWERS * seen[step][1]["response_length/mean"] for step in later]
-    means = {
-        name: round(statistics.fmean(seen[step][1][name] for step in later), 4)
-        for name in SHOWN
-        if all(name in seen[step][1] for step in later)
-    }
-    return {
-        "system": "verl",
-        "case": case,
-        "steps": len(order),
-        "first_step_s": round(seen[order[0]][0], 1),
-        "step_s": [round(seconds, 2) for seconds in between],
-        "mean_step_s": round(statistics.fmean(between), 2),
-        "tokens_a_second": round(sum(tokens) / sum(between)),
-        "of": means,
-    }
+    return {"system": "verl", "case": case, **figures(seen, SHOWN)}
 
 
 def overrides(work: Path, case: str, steps: int, gpus: int) -> list[str]:

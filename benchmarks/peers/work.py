@@ -6,7 +6,10 @@ their lengths are about geometric, with a mean of 450 tokens at a vocabulary of 
 
 import json
 import random
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -110,6 +113,24 @@ def made_model(folder: Path, shape: str, tokenizer: PreTrainedTokenizerFast) -> 
         model.lm_head.weight.mul_((2048 / size["hidden_size"]) ** 0.5)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def figures(seen: Mapping[int, tuple[float, Mapping[str, float]]], shown: Sequence[str]) -> dict[str, Any]:
+    """What a run's steps took. `seen`: of each step the seconds from the beginning until its end, and its metrics;
+    `shown`: the metrics whose means are told. The first steps are left out: they compile and fill the engine."""
+    order = sorted(seen)
+    later = order[2:] if len(order) > 4 else order[1:]
+    between = [seen[step][0] - seen[step - 1][0] for step in later]
+    tokens = [PROMPTS * ANSWERS * seen[step][1]["response_length/mean"] for step in later]
+    values = {name: [seen[step][1][name] for step in later if name in seen[step][1]] for name in shown}
+    return {
+        "steps": len(order),
+        "first_step_s": round(seen[order[0]][0], 1),
+        "step_s": [round(seconds, 2) for seconds in between],
+        "mean_step_s": round(statistics.fmean(between), 2),
+        "tokens_a_second": round(sum(tokens) / sum(between)),
+        "of": {name: round(statistics.fmean(found), 4) for name, found in values.items() if found},
+    }
 
 
 def made_rows(count: int = 2048) -> list[dict[str, object]]:
