@@ -3,6 +3,7 @@
     python -m benchmarks.peers ours --steps 7
     python -m benchmarks.peers ours --backend megatron --case staleness-0-streaming
     MILLRACE_PEERS_VERL=/venvs/verl/lib/python3.12/site-packages python -m benchmarks.peers verl --case fsdp2
+    MILLRACE_PEERS_TRL=/venvs/trl/lib/python3.12/site-packages python -m benchmarks.peers trl --case server
 
 Hosts differ in speed by a quarter, so compare only what ran on one machine, one run after the other. Of two GPUs this
 project trains on one and generates on the other; a hybrid peer does both on both. Prints a JSON object for each run:
@@ -15,13 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import verl
+from benchmarks.peers import trl, verl
 from benchmarks.peers.work import SHAPES, made_work
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("system", choices=("ours", "verl", "make"))
+    parser.add_argument("system", choices=("ours", "verl", "trl", "make"))
     parser.add_argument("--case", action="append", help="as often as needed; all of the system if there is none")
     parser.add_argument("--work", type=Path, default=Path("/tmp/millrace-peers"), help="folder of model and prompts")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="1.4b")
@@ -40,6 +41,9 @@ def runs(work: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if options.system == "verl":
         for case in options.case or verl.CASES:
             yield verl.run_verl(work, case, options.steps, options.limit_s, options.gpus, options.set)
+    elif options.system == "trl":
+        for case in options.case or trl.CASES:
+            yield trl.run_trl(work, case, options.steps, options.limit_s, options.set)
     elif options.system == "ours":
         from benchmarks.peers import ours
 

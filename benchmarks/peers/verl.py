@@ -224,7 +224,7 @@ def environment(case: str) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "TENSORBOARD_DIR": "/tmp/peers-tensorboard",
         "VLLM_DISABLE_COMPILE_CACHE": "0",
-        "VERL_LOGGING_LEVEL": "WARN",  # `separate_async` of 0.9.1 ends at one of its own messages of level INFO
+        "VERL_LOGGING_LEVEL": "WARN",  # one message of level INFO ends `separate_async` of 0.9.1
     }
 
 

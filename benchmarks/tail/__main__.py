@@ -40,6 +40,8 @@ from services.coordinator.diagnosis.forecast import Measured
 FULL = 4
 """`max_staleness` of the job that keeps the engine full."""
 WARM = 3
+TOKEN_BUDGET = 768
+"""Of a micro-batch: a few make a step, as in jobs of the usual size. A streaming step begins when one is full."""
 SPANS_S = 20.0
 """How long it is waited for the spans of a job's last steps."""
 TOLD = (
@@ -66,7 +68,22 @@ class Case:
         return cls(name.strip(), changes.split())
 
 
-DEFAULTS = [Case(f"max_staleness {bound}", [f"schedule.max_staleness={bound}"]) for bound in (0, 1, 2, 4)]
+DEFAULTS = [
+    Case("0", ["schedule.max_staleness=0", "trainer.streaming=false"]),
+    Case("0, streaming", ["schedule.max_staleness=0", "trainer.streaming=true"]),
+    *(Case(f"{bound}", [f"schedule.max_staleness={bound}"]) for bound in (1, 2, 4)),
+    Case(
+        "1, carried",
+        [
+            "schedule.max_staleness=1",
+            "schedule.too_stale=train",
+            "algorithm.correction.name=tis_token",
+            "schedule.carried_prompts=16",
+            "trainer.streaming=true",
+        ],
+    ),
+]
+"""By `max_staleness`."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +203,7 @@ def job(
             "advantage": {"name": "grpo"},
             "policy_loss": {"name": f"{Path(__file__).with_name('loss.py')}:waiting", "options": {"token_s": token_s}},
         },
-        "trainer": {"dtype": "float32", "token_budget": 4096, "optimizer": {"lr": 1e-6, "weight_decay": 0.0}},
+        "trainer": {"dtype": "float32", "token_budget": TOKEN_BUDGET, "optimizer": {"lr": 1e-6, "weight_decay": 0.0}},
         "schedule": {"steps": 1, "prompts_per_step": options.prompts, "max_staleness": bound},
         "deadlines": {"configure_s": 600, "step_s": 600, "no_replica_s": 600},
     }
