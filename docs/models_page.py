@@ -91,6 +91,7 @@ FAMILIES = (
     Family("Qwen2 and 2.5", ("qwen2",), VLLM),
     Family("Qwen2.5-VL", ("qwen2_5_vl",), VLLM, "images: below"),
     Family("Qwen3-VL, dense", ("qwen3_vl",), f"{ENGINES}test_image_prompts.py", "images: below"),
+    Family("Qwen3-VL with experts", ("qwen3_vl_moe",), f"{ENGINES}test_image_prompts.py", "images: below"),
     Family("Qwen3-Next", ("qwen3_next",), f"{ENGINES}test_hybrid.py"),
     Family("Qwen3.5 and 3.6, the language model alone", ("qwen3_5_text",), f"{ENGINES}test_hybrid.py"),
     Family("Qwen3.5 and 3.6", ("qwen3_5",), f"{ENGINES}test_image_prompts.py", "images: below"),
@@ -128,10 +129,11 @@ transformers', also on two ranks of which one has no image, and vLLM is within 0
 the trainer builds the language model in its own class, for text as for images: tensors and adapters have its names, as
 `model.layers.0…`, beside those of a trained tower, `model.visual…`, and layers of GatedDeltaNet compute the tokens of
 images as those of text. FSDP2 reads, publishes and exports experts as the folder has them: all of a layer in one
-tensor, as the published ones do, or each apart. Qwen3-VL and Qwen3.5 with images, trained towers, and experts with
-images have not run on GPUs, nor have images on Megatron-Core but in a small model on one. `sdpa` attention of
-Qwen2.5-VL, a critic, environments and agents are refused with images, on Megatron-Core models with experts and
-`context_parallel` too; so are all other models (Qwen3-VL with experts too) and the other engines."""
+tensor, as the published ones do, or each apart. Those of Qwen3-VL are published and exported as published folders have
+them, inputs before outputs, also from a folder that transformers 5 wrote. Qwen3-VL and Qwen3.5 with images, trained
+towers, and experts with images have not run on GPUs, nor have images on Megatron-Core but in a small model on one.
+`sdpa` attention of Qwen2.5-VL, a critic, environments and agents are refused with images, on Megatron-Core models with
+experts and `context_parallel` too; so are all other models and the other engines."""
 ON_FSDP2 = """\
 The FSDP2 backend trains what the `transformers` library has, if a packed micro-batch gives every sequence what it
 gets alone. This is not assumed: before a model is loaded, and by `millrace validate`, a tiny model of its config is
@@ -194,7 +196,7 @@ def _unequal() -> str:
         "`deepseek_v2`": "with `topk_method: greedy` and several groups of experts",
         _names(IN_TURNS): axes,
         _names(IN_TURNS_WITH_IMAGES): f"in jobs with images, {axes}",
-        _names(NORMALISED): "with `norm_topk_prob: false`",
+        _names(tuple(NORMALISED)): "with `norm_topk_prob: false`; Qwen3-VL also without the entry",
         "all with a tower": f"in jobs with images, with another `rope_theta` than {TOWER_THETA:g} in `vision_config`",
     }
     rows |= {f"`{name}`": reason for name, reason in {**UNEQUAL, **UNEQUAL_ON_CPU}.items()}

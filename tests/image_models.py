@@ -21,6 +21,8 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from millrace.data.pictures import WHOLE
@@ -70,7 +72,7 @@ TOWER: dict[str, Any] = {
     "window_size": 112,
     "fullatt_block_indexes": [1],
 }
-KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
 """Model types that `save_image_model` makes."""
 PROCESSOR_3: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
@@ -122,8 +124,9 @@ TEXT_3_5 = {
 TOWER_3_5 = {name: value for name, value in TOWER_3.items() if name != "deepstack_visual_indexes"}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 SHARED = {"shared_expert_intermediate_size": 32}
-PUBLISHED_EXPERTS = ("qwen3_5_moe",)
-"""Kinds whose published folders store the experts of a layer in one tensor. transformers stores each apart."""
+PUBLISHED_EXPERTS = ("qwen3_5_moe", "qwen3_vl_moe")
+"""Kinds whose published folders store the experts of a layer in one tensor, that of Qwen3-VL as [experts, inputs,
+outputs]. transformers stores each apart, or in the tensor of its module."""
 
 
 @torch.no_grad()
@@ -152,7 +155,8 @@ def save_image_model(
         file = folder / "model.safetensors"
         kept = {name: tensor for name, tensor in load_file(file).items() if ".experts." not in name}
         own = {name: tensor for name, tensor in model.state_dict().items() if ".experts." in name}
-        save_file(kept | own, file, metadata={"format": "pt"})
+        turned = {name: tensor.contiguous() for name, tensor in as_in_module(model, own).items()}
+        save_file(kept | turned, file, metadata={"format": "pt"})
     save_processor(folder, PROCESSOR if kind == "qwen2_5_vl" else PROCESSOR_3)
     return folder
 
@@ -168,6 +172,11 @@ def built(kind: str, entries: dict[str, Any], layers: int | None = None) -> Any:
             text = {**TEXT_3_5, **EXPERTS, **SHARED, "tie_word_embeddings": entries["tie_word_embeddings"]}
             config = Qwen3_5MoeConfig(text_config=text, vision_config=TOWER_3_5, **entries)
             return Qwen3_5MoeForConditionalGeneration(config)
+        case "qwen3_vl_moe":
+            config = Qwen3VLMoeConfig(
+                text_config=TEXT_3 | EXPERTS | {"norm_topk_prob": True}, vision_config=TOWER_3, **entries
+            )
+            return Qwen3VLMoeForConditionalGeneration(config)
         case "qwen3_vl":
             text = {**TEXT_3, "num_hidden_layers": layers or TEXT_3["num_hidden_layers"]}
             return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=TOWER_3, **entries))
@@ -218,6 +227,12 @@ def whole_of(model: Any, part: Any) -> Any:
     whole = copy.deepcopy(model)
     whole.model.language_model, whole.lm_head = part.model, part.lm_head
     return whole
+
+
+def as_in_module(model: Any, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a published folder, with experts as the module has them; and the reverse."""
+    turned = model.config.model_type == "qwen3_vl_moe"
+    return {name: t.transpose(1, 2) if turned and ".experts." in name else t for name, t in stored.items()}
 
 
 def language_layers(model: Any) -> list[str]:

@@ -12,7 +12,7 @@ from millrace.errors import BadRow, refused
 
 FIELD = "data.images"
 PROCESSOR = "preprocessor_config.json"
-WHOLE = frozenset({"qwen2_5_vl", "qwen3_vl"})
+WHOLE = frozenset({"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Model types of which the trainer builds the whole, and takes out the tower. Of others with a tower it builds the
 language model alone."""
 MODELS = WHOLE | {"qwen3_5", "qwen3_5_moe"}

@@ -40,12 +40,13 @@ EQUAL_ON_CPU = frozenset(_EQUAL_ON_CPU.split())
 """Model types whose log-probabilities in the CPU build are transformers', in float32."""
 SHIFTED_WINDOWS = frozenset({"cohere2", "cohere2_moe"})
 """Model types in whose windows vLLM has one token more than transformers."""
-IN_TURNS = ("qwen3_vl_text",)
+IN_TURNS = ("qwen3_vl_text", "qwen3_vl_moe_text")
 """Model types whose axes of positions take turns in a head."""
 IN_TURNS_WITH_IMAGES = ("qwen3_5_text", "qwen3_5_moe_text")
 """The same, but vLLM computes positions of text alone as transformers does whatever the config says of axes."""
-NORMALISED = ("qwen3_5_moe_text",)
-"""Model types whose weights of a token's experts transformers normalises to the sum 1 whatever the config says."""
+NORMALISED: Mapping[str, bool] = {"qwen3_vl_moe_text": False, "qwen3_5_moe_text": True}
+"""Model types whose weights of a token's experts transformers normalises to the sum 1 whatever the config says; for
+each whether vLLM does so if the config says nothing."""
 UNEQUAL: Mapping[str, str] = {
     "gemma3n_text": "vLLM computes a tiny model of it 0.7 nats from transformers",
     "moshi": "vLLM computes a tiny model of it 4.2 nats from transformers",
@@ -69,8 +70,8 @@ def unequal(config: Mapping[str, Any], longest: int, *, on_cpu: bool, images: bo
         return f"vLLM's windows of {kind} have one token more than transformers', {window + 1}"
     if kind == "deepseek_v2" and config.get("topk_method") == "greedy" and (config.get("n_group") or 1) > 1:
         return "vLLM chooses experts by groups although its topk_method is greedy"
-    if kind in NORMALISED and config.get("norm_topk_prob", True) is not True:
-        return "vLLM follows norm_topk_prob: false, which transformers' model has not"
+    if kind in NORMALISED and not config.get("norm_topk_prob", NORMALISED[kind]):
+        return "vLLM normalises the weights of a token's experts, as transformers does, only with norm_topk_prob: true"
     in_turns = kind in IN_TURNS or (images and kind in IN_TURNS_WITH_IMAGES)
     if in_turns and (reason := _other_axes(config)):
         return reason

@@ -10,6 +10,7 @@ from typing import Any
 
 from millrace.errors import Mistake, wrong_value
 from millrace.spec.lora import Lora
+from millrace.weights.folder_tensors import TURNED
 
 MORE_LAYERS = frozenset(
     {
@@ -102,8 +103,20 @@ REFUSED: Mapping[str, str] = {name: reason for reason, names in BY_REASON.items(
 """The reason for each model type that is right with no attention implementation."""
 
 
+CONFIG_ENTRIES = ("model_type", "hidden_size", "moe_intermediate_size")
+"""Entries that the rules read."""
+
+
 def mistakes_of(config: Mapping[str, Any], field: str, path: str) -> Iterator[Mistake]:
-    """The mistake of a model of a refused architecture; `field` names its folder `path`."""
+    """The mistake of a model of a refused architecture, or whose folder can be read in two ways; `field` names its
+    folder `path`. `config` has the entries of its text part."""
     model_type = str(config.get("model_type"))
+    inner, hidden = config.get("moe_intermediate_size"), config.get("hidden_size")
+    if model_type == f"{TURNED}_text" and inner and hidden in (inner, 2 * inner):
+        square = (
+            f"with hidden_size {hidden} and moe_intermediate_size {inner} its experts have as many inputs as outputs, "
+            "and their stored shape does not say which come first"
+        )
+        yield wrong_value(field, path, square, "choose a model with other sizes.")
     if (reason := REFUSED.get(model_type)) is not None:
         yield wrong_value(field, path, f"its architecture is {model_type}: {reason}", "choose another architecture.")

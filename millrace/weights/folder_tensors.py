@@ -27,6 +27,9 @@ TIED = "tie_word_embeddings"
 INNER = "language_model."
 TOWER = "visual."
 """How the names of the tensors of a tower for images begin; in some folders after `model.`."""
+TURNED = "qwen3_vl_moe"
+"""The model type whose published folders, and vLLM, have the experts of a layer as [experts, inputs, outputs], where
+transformers' module has [experts, outputs, inputs]. transformers writes them as in the module, and reads both."""
 
 
 def stored_name(name: str, names: Container[str]) -> str:

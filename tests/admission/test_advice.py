@@ -106,7 +106,7 @@ IN_TURNS = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interl
         ({"text_config": {"model_type": "qwen3_5_moe_text", "norm_topk_prob": True}}, ""),
         (
             {"text_config": {"model_type": "qwen3_5_moe_text", "norm_topk_prob": False}},
-            "replicas with vLLM refuse it: vLLM follows norm_topk_prob: false",
+            "as transformers does, only with norm_topk_prob: true",
         ),
         ({"text_config": {"model_type": "qwen3_vl_text", "rope_parameters": IN_TURNS}}, ""),
         ({"text_config": {"model_type": "qwen3_vl_text", "rope_scaling": IN_TURNS}}, ""),

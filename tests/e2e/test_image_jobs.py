@@ -63,6 +63,8 @@ PIPELINE = {"backend": "megatron", "backend_options": {"pipeline_parallel": 2, "
         (LORA, "qwen3_5", {}),
         (None, "qwen3_5_moe", TOWER),
         (LORA, "qwen3_5_moe", {}),
+        (None, "qwen3_vl_moe", TOWER),
+        (LORA, "qwen3_vl_moe", {}),
         (None, "qwen2_5_vl", TENSOR),
         (LORA, "qwen2_5_vl", PIPELINE),
         (None, "qwen3_5", PIPELINE),

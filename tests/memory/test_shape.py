@@ -92,6 +92,46 @@ def test_the_tower_of_qwen3_vl_8b_has_its_parameters(tmp_path: Path) -> None:
     assert shape.tower.parameters == sum(parameter.numel() for parameter in tower.parameters())
 
 
+EXPERTS = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128}
+QWEN3_VL_30B_A3B = {
+    "model_type": "qwen3_vl_moe",
+    "text_config": {
+        **LLAMA,
+        **EXPERTS,
+        "model_type": "qwen3_vl_moe_text",
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    "vision_config": {"out_hidden_size": 2048},
+}
+QWEN3_5_35B_A3B = {
+    "model_type": "qwen3_5_moe",
+    "text_config": {
+        **{name: value for name, value in QWEN3_NEXT.items() if name != "intermediate_size"},
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 40,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    },
+    "vision_config": {"out_hidden_size": 2048},
+}
+
+
+@pytest.mark.parametrize(("config", "millions"), [(QWEN3_VL_30B_A3B, 31070.8), (QWEN3_5_35B_A3B, 35107.2)])
+def test_published_models_with_towers_and_experts_have_their_parameters(
+    config: dict[str, object], millions: float, tmp_path: Path
+) -> None:
+    """As transformers counts those of its own modules of these sizes."""
+    counted = parameters(decoder_shape(folder(tmp_path, config)), with_tower=True)
+    assert counted / 1e6 == pytest.approx(millions, rel=1e-5)
+
+
 def test_an_architecture_that_the_megatron_backend_builds_is_read_whole(tmp_path: Path) -> None:
     shape = decoder_shape(folder(tmp_path, config_of(shape_of("qwen3-30b-a3b"))))
     assert shape.experts is not None and parameters(shape) == pytest.approx(30.5e9, rel=0.005)

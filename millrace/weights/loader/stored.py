@@ -10,8 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from millrace.weights.folder_tensors import stored_name
+from millrace.weights.folder_tensors import TURNED, stored_name
 from millrace.weights.plans.views import ViewedBox, viewed_box
+
+EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+"""Endings of the names of a layer's experts."""
 
 
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -29,7 +32,9 @@ def pieces(module: nn.Module, name: str, whole: Tensor) -> dict[str, Tensor]:
     if not isinstance(module, PreTrainedModel):
         return {name: whole}
     found: dict[str, Tensor] = revert_weight_conversion(module, {name: whole})
-    return found
+    if module.config.model_type != TURNED:
+        return found
+    return {piece: part.transpose(1, 2) if piece.endswith(EXPERTS) else part for piece, part in found.items()}
 
 
 def follow_folder(module: Any, names: Container[str]) -> None:

@@ -10,7 +10,8 @@ The build also lacks two exchanges between processes that experts over data-para
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -50,6 +51,8 @@ def install() -> None:
         if (kernel := experts_kernel()) is not None:
             kernel.process_weights_after_loading = _keep_experts
             kernel.apply = _compute_experts
+            method: Any = import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
+            method.select_unquantized_moe_backend = partial(_choose_kernel, method.select_unquantized_moe_backend)
         communicator: Any = import_module("vllm.distributed.device_communicators.cpu_communicator").CpuCommunicator
         communicator.all_gatherv, communicator.reduce_scatterv = _all_gatherv, _reduce_scatterv
 
@@ -94,6 +97,13 @@ def _keep_weight(layer: Any, remove_weight: bool) -> None:
 
 def _keep_experts(kernel: Any, layer: Any) -> None:
     kernel._use_zentorch = False
+
+
+def _choose_kernel(choose: Callable[[Any], Any], experts: Any) -> Any:
+    """Chooses the kernel of `experts`, vLLM's FusedMoEConfig, as for a model without adapters. With adapters of any
+    layers vLLM chooses one for GPUs; experts have none here."""
+    experts.is_lora_enabled = False
+    return choose(experts)
 
 
 def _compute_experts(

@@ -30,7 +30,8 @@ def check_config(spec: JobSpec, options: Fsdp2Options, config: Any, path: str, f
     """Raises InvalidJob for a model with this config that `field` names, if the job cannot train it whatever its
     weights and layers are, or ranks cannot share its micro-batches as the options say."""
     text = config.get_text_config()
-    stated = {name: getattr(text, name, None) for name in (*sequence_parallel.CONFIG_ENTRIES, *rotary.CONFIG_ENTRIES)}
+    entries = (*sequence_parallel.CONFIG_ENTRIES, *rotary.CONFIG_ENTRIES, *architectures.CONFIG_ENTRIES)
+    stated = {name: getattr(text, name, None) for name in entries}
     sequence_parallel.check(options, stated)
     broken = [*architectures.mistakes_of(stated, field, path), *rotary.mistakes_of(spec, stated, field, path)]
     if broken:

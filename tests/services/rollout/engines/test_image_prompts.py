@@ -128,6 +128,8 @@ TIED = {"kind": "qwen3_vl", "tied": True}
         pytest.param("recompute", {"kind": "qwen3_5", "tied": True}, marks=pytest.mark.matrix),
         pytest.param("keep", {"kind": "qwen3_5"}, marks=pytest.mark.matrix),
         pytest.param("keep", {"kind": "qwen3_5_moe"}, marks=pytest.mark.matrix),
+        pytest.param("recompute", {"kind": "qwen3_vl_moe"}, marks=pytest.mark.matrix),
+        pytest.param("keep", {"kind": "qwen3_vl_moe", "tied": True}, marks=pytest.mark.matrix),
     ],
 )
 def test_tokens_are_of_the_images_and_of_their_version(

@@ -1,5 +1,6 @@
 """Model folders are read into shards: each rank reads its share of the bytes, and all values are transformers'."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from millrace.errors import InvalidJob
+from millrace.fsdp2.rules import check_submission
 from services.trainer.backends import build
 from services.trainer.backends.fsdp2 import loading, model_check
 from services.trainer.backends.fsdp2.loading import ModelFolder, computed_buffers
 from services.trainer.checkpoints.model_files import ModelFiles
 from tests.forked import CONTEXT
-from tests.image_models import PUBLISHED_EXPERTS, save_image_model
+from tests.image_models import PUBLISHED_EXPERTS, opened_model, save_image_model
 from tests.models import save_tiny_model
 from tests.services.trainer.backends.fsdp2.test_backend import moe_model
 from tests.services.trainer.groups import job_spec
@@ -107,14 +109,32 @@ def test_each_of_two_ranks_reads_half_and_holds_the_same(one_rank: torch.device,
 def test_experts_in_one_tensor_are_read_by_each_rank(
     one_rank: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Without transformers, which would read the whole folder on rank 0. It reads the same."""
+    """Without transformers, which would read the whole folder on rank 0. It reads the same, and so it does of a folder
+    that it wrote itself."""
     folder = save_image_model(tmp_path / "model", kind=kind)
     with monkeypatch.context() as patch:
         patch.delattr(ModelFolder, "whole")
         found = parameters_of(build(job_spec(folder), one_rank))
     monkeypatch.setattr(loading, "boxes", lambda *_: None)
     expected = parameters_of(build(job_spec(folder), one_rank))
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], each) for name, each in expected.items())
+    opened_model(folder).save_pretrained(tmp_path / "again")
+    again = parameters_of(build(job_spec(tmp_path / "again"), one_rank))
+    assert found.keys() == expected.keys() == again.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor) and torch.equal(again[name], tensor), name
+
+
+def test_experts_of_which_the_shape_does_not_say_what_comes_first_are_refused(
+    one_rank: torch.device, tmp_path: Path
+) -> None:
+    folder = save_image_model(tmp_path / "model", kind="qwen3_vl_moe")
+    config = json.loads((folder / "config.json").read_text())
+    for inner in (32, 64):
+        config["text_config"]["moe_intermediate_size"] = inner
+        (folder / "config.json").write_text(json.dumps(config))
+        for check in (check_submission, model_check.check, lambda spec: build(spec, one_rank)):
+            with pytest.raises(InvalidJob, match=f"with hidden_size 64 and moe_intermediate_size {inner} its experts"):
+                check(job_spec(folder))
 
 
 def llama(folder: Path, **rope: Any) -> Path:
