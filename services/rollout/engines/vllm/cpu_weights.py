@@ -99,11 +99,11 @@ def _keep_experts(kernel: Any, layer: Any) -> None:
     kernel._use_zentorch = False
 
 
-def _choose_kernel(choose: Callable[[Any], Any], experts: Any) -> Any:
-    """Chooses the kernel of `experts`, vLLM's FusedMoEConfig, as for a model without adapters. With adapters of any
-    layers vLLM chooses one for GPUs; experts have none here."""
-    experts.is_lora_enabled = False
-    return choose(experts)
+def _choose_kernel(choose: Callable[[Any], Any], moe_config: Any) -> Any:
+    """Chooses the kernel of the experts that `moe_config`, vLLM's FusedMoEConfig, describes as for a model without
+    adapters. With adapters of any layers vLLM chooses one for GPUs; experts have none here."""
+    moe_config.is_lora_enabled = False
+    return choose(moe_config)
 
 
 def _compute_experts(
