@@ -160,9 +160,6 @@ def _images(o: MegatronOptions, s: ModelShape) -> Iterator[Mistake]:
     if s.experts is not None:
         reason = f"on Megatron-Core images were not shown to be right in a model with experts ({s.architecture})"
         yield wrong_value("data.images", "given", reason, "set trainer.backend to fsdp2, or leave it out.")
-    if o.context_parallel > 1:
-        reason = "images were not shown to be right in parts of a sequence, and data.images is given"
-        yield _broken("context_parallel", o.context_parallel, reason, "leave it out")
     yield from _deepstack(o, s)
 
 
@@ -346,9 +343,6 @@ def _device(o: MegatronOptions, cuda: bool) -> Iterator[Mistake]:
     if cuda:
         return
     fix = "leave it out, or run on GPUs with Transformer Engine"
-    if o.context_parallel > 1:
-        reason = "context parallelism is Transformer Engine's attention, which needs a GPU"
-        yield _broken("context_parallel", o.context_parallel, reason, fix)
     if o.experts.dispatcher == "deepep":
         yield _broken("experts.dispatcher", "deepep", "DeepEP needs a GPU", "set it to auto or alltoall")
     if o.optimizer_moments == "bfloat16":

@@ -112,7 +112,6 @@ def test_what_cannot_run_is_refused_with_the_arithmetic_and_a_fix(tmp_path, conf
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"context_parallel": 2}, "needs a GPU"),
         ({"experts": {"dispatcher": "deepep"}}, "DeepEP needs a GPU"),
         ({"optimizer_offload_fraction": 0.5}, "no device memory to spare"),
         ({"optimizer_moments": "bfloat16"}, "needs a GPU"),

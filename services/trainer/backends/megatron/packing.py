@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
@@ -29,18 +28,26 @@ class SeenBatch:
     images: Images
     """The tower on ranks of the first stage."""
     batch: MicroBatch
-    tokens: int
-    """Number of tokens with those that pad the micro-batch."""
+    places_p: Tensor
+    """For each token its place among the padded tokens, int64 in host memory."""
+    local_p: Tensor
+    """For each padded token its place on this rank, int64 in host memory; negative for tokens of other context-parallel
+    ranks."""
     device: torch.device
 
     def features(self) -> tuple[Tensor, Tensor] | None:
-        """The places of the images' tokens, int64 [N], and their features, those of embeddings and those of each of the
-        first layers, [1 + layers, N, H]. On the first stage; None if there are no images."""
+        """The places of the images' tokens on this context-parallel rank, int64 [N], and their features, those of
+        embeddings and those of each of the first layers, [1 + layers, N, H]. On the first stage; None if there are no
+        images."""
         assert isinstance(self.images, Tower), "only the first stage has the tower"
         if not self.batch.images:
             return None
         features_fnh = self.images.features(self.batch)
-        return places(self._parts).to(self.device), features_fnh
+        local_n = self.local_p[self.places_p[places(self._parts)]]
+        mine_n = (local_n >= 0).nonzero()[:, 0]
+        if len(mine_n) < len(local_n):
+            features_fnh = features_fnh[:, mine_n.to(self.device)]
+        return local_n[mine_n].to(self.device), features_fnh
 
     @cached_property
     def _parts(self) -> list[Part]:
@@ -48,9 +55,10 @@ class SeenBatch:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Positions by time, height and width, int64 [3, 1, P]."""
-        by_axis_3p = self.images.positions(self._parts)[1:]
-        return F.pad(by_axis_3p, (0, self.tokens - by_axis_3p.shape[1]))[:, None].to(self.device)
+        """Positions by time, height and width of the tokens on this rank, int64 [3, 1, P]."""
+        padded_3p = torch.zeros(3, len(self.local_p), dtype=torch.int64)
+        padded_3p[:, self.places_p] = self.images.positions(self._parts)[1:]
+        return padded_3p[:, self.local_p >= 0][:, None].to(self.device)
 
 
 @dataclass
@@ -111,7 +119,7 @@ def pack(
     images: Images | None = None,
 ) -> PackedBatch:
     """Packs a micro-batch for this rank. The number of tokens on a rank is a multiple of `multiple`. `images`: of a job
-    with images, which has no context parallelism."""
+    with images."""
     unit = 2 * context_size if context_size > 1 else 1
     padded = [-(-length // unit) * unit for length in batch.lengths]
     rest = -sum(padded) % (multiple * unit)
@@ -126,7 +134,8 @@ def pack(
     others_rk = None if batch.others_rk is None else batch.others_rk.to(device)
     if context_size == 1:
         parameters.experts_ltk = experts_ltk
-        parameters.seen = None if images is None else SeenBatch(images, batch, len(tokens), device)
+        if images is not None:
+            parameters.seen = SeenBatch(images, batch, places_p, torch.arange(len(tokens)), device)
         positions_r, targets_r = asked_r.to(device), batch.targets_r.to(device)
         alone = (len(asked_r),)
         return PackedBatch(tokens.to(device), parameters, positions_r, targets_r, None, alone, others_rk)
@@ -136,6 +145,9 @@ def pack(
     counts = torch.bincount(owner_r, minlength=context_size)
     if experts_ltk is not None:
         parameters.experts_ltk = experts_ltk[:, (owner_p == context_rank).nonzero()[:, 0].to(device)]
+    if images is not None:
+        mine_p = torch.where(owner_p == context_rank, local_p, -1)
+        parameters.seen = SeenBatch(images, batch, places_p, mine_p, device)
     return PackedBatch(
         tokens[owner_p == context_rank].to(device),
         parameters,

@@ -4,14 +4,17 @@ With CUDA they are those of Transformer Engine. Without it they are Megatron's l
 attention below, which, unlike Megatron's, support tokens that are split over ranks and packed sequences.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -28,7 +31,7 @@ from torch import Tensor
 from millrace.megatron.architectures.shape import ModelShape
 from millrace.megatron.weights import LOCAL, TRANSFORMER_ENGINE, Layers
 from services.trainer.backends.megatron.model.recurrence import gated_delta
-from services.trainer.backends.megatron.packing import PackedTokens
+from services.trainer.backends.megatron.packing import PackedTokens, context_split
 
 NORM_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -182,7 +185,8 @@ class WholeLinear(torch.nn.Module):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each sequence of a packed batch, by torch's kernels, one sequence after the other."""
+    """Causal attention within each sequence of a packed batch, by torch's kernels, one sequence after the other. With
+    context parallelism each rank gathers the keys and values of all ranks."""
 
     def __init__(
         self,
@@ -199,13 +203,36 @@ class PackedAttention(torch.nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: Any, **unused: Any
     ) -> Tensor:
-        """Attention of query [P, heads, d], key [P, groups, d], value [P, groups, v] → [P, heads · v]."""
+        """Attention of query [P, heads, d], key [P, groups, d], value [P, groups, v] → [P, heads · v], of the tokens
+        of this rank."""
+        lengths: list[int] = packed_seq_params.cu_seqlens_q.diff().tolist()
+        ranks = parallel_state.get_context_parallel_world_size()
+        masks: Sequence[Tensor | None] = [None] * len(lengths) if ranks == 1 else _masks(lengths, ranks)
+        if ranks > 1:
+            key, value = (_of_all_ranks(tensor, lengths, ranks) for tensor in (key, value))
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:
             key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        outputs = []
-        for q, k, v in zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True):
+        outputs, mine = [], [length // ranks for length in lengths]
+        for q, k, v, mask in zip(query.split(mine), key.split(lengths), value.split(lengths), masks, strict=True):
             q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-            outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)[0].transpose(0, 1))
+            found = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=self.scale)
+            outputs.append(found[0].transpose(0, 1))
         return torch.cat(outputs).flatten(1)
+
+
+def _masks(lengths: list[int], ranks: int) -> list[Tensor]:
+    """For each sequence which of its tokens each token of this context-parallel rank attends to, bool [tokens of this
+    rank, tokens]."""
+    owner_p, _ = context_split(lengths, ranks)
+    owned = [owner_t == parallel_state.get_context_parallel_rank() for owner_t in owner_p.split(lengths)]
+    return [owned_t.nonzero() >= torch.arange(len(owned_t)) for owned_t in owned]
+
+
+def _of_all_ranks(tensor: Tensor, lengths: list[int], ranks: int) -> Tensor:
+    """The tokens of all context-parallel ranks, in the order of their sequences. Each rank gets the sum of all ranks'
+    gradients of its tokens."""
+    owner_p, local_p = context_split(lengths, ranks)
+    gathered = gather_from_sequence_parallel_region(tensor, group=parallel_state.get_context_parallel_group())
+    whole: Tensor = gathered[owner_p * len(tensor) + local_p]
+    return whole

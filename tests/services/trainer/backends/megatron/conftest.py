@@ -79,6 +79,7 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "PP2 uneven": ("qwen3", {"pipeline_parallel": 2, "first_stage_layers": 1}),
     "VPP2 tied": ("qwen2", {"pipeline_parallel": 2, "virtual_pipeline": 2, "release_gradients": True}),
     "DP2": ("qwen3", {}),
+    "CP2": ("qwen3", {"context_parallel": 2}),
     "DP2 own optimizer state": ("qwen3", {"distributed_optimizer": False}),
     "MoE EP2": ("qwen3_moe", {"expert_parallel": 2}),
     "MoE EP2 own optimizer state": ("qwen3_moe", {"expert_parallel": 2, "distributed_optimizer": False}),

@@ -33,6 +33,7 @@ DEEP = "qwen2_5_vl, tied"
 SEEING, LONG = "qwen3_vl", "qwen3_vl, long"
 """Kinds of models of which the first two layers add features of images: of three layers, and of eight."""
 FIRST = {"pipeline_parallel": 2, "first_stage_layers": 2}
+SPLIT = {"context_parallel": 2, "distributed_optimizer": False}
 FULL = {"recompute": {"granularity": "full"}}
 CASES: dict[str, dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]]] = {
     "2": {
@@ -63,6 +64,9 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]]] =
         ),
         "PP2 deepstack": (SEEING, {**FIRST, **FULL}, None),
         "VPP2 deepstack tied": (LONG, {"pipeline_parallel": 2, "virtual_pipeline": 2}, None),
+        "CP2": ("qwen2_5_vl", SPLIT, None),
+        "CP2 deepstack": (SEEING, {**SPLIT, **FULL}, None),
+        "LoRA CP2 deepstack": (SEEING, {"context_parallel": 2}, LORA),
         "DP2, deepstack": (SEEING, {"distributed_optimizer": False}, None),
         "LoRA TP2 deepstack": (SEEING, {"tensor_parallel": 2}, LORA),
         "LoRA PP2 deepstack": (SEEING, {**FIRST, **FULL}, LORA),
@@ -70,10 +74,11 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]]] =
     "4": {
         "TP2 PP2": ("qwen2_5_vl", {"tensor_parallel": 2, "pipeline_parallel": 2}, None),
         "TP2 PP2 deepstack": (SEEING, {"tensor_parallel": 2, **FIRST}, None),
+        "CP2 TP2 deepstack": (SEEING, {**SPLIT, "tensor_parallel": 2}, None),
     },
 }
 """Launch, which begins with its number of ranks → case → kind of model, options, adapter. A distributed optimizer would
-keep each gradient on one data-parallel rank."""
+keep each gradient on one data-parallel or context-parallel rank."""
 ON_RANKS = pytest.mark.parametrize(
     ("group", "name"),
     [
@@ -240,13 +245,9 @@ def test_layers_that_add_features_lie_on_the_first_stage(
 
 
 def test_what_is_refused(folders: dict[str, Path]) -> None:
-    shape = read_shape(folders["qwen2_5_vl"])
-    check(parse({}), shape, None, cuda=True, images=True)
+    shape, options = read_shape(folders["qwen2_5_vl"]), parse({})
+    check(options, shape, None, cuda=True, images=True)
     without = replace(shape, rope=replace(shape.rope, sections=(4, 4, 4)))
-    for options, model, reason in (
-        ({"context_parallel": 2}, shape, "context_parallel: 2: images were not shown to be right in parts"),
-        ({}, without, r"mrope_section = \[4, 4, 4\], and images need three numbers with the sum 16"),
-    ):
-        check(parse(options), model, None, cuda=True)
-        with pytest.raises(InvalidJob, match=reason):
-            check(parse(options), model, None, cuda=True, images=True)
+    check(options, without, None, cuda=True)
+    with pytest.raises(InvalidJob, match=r"mrope_section = \[4, 4, 4\], and images need three numbers with the sum 16"):
+        check(options, without, None, cuda=True, images=True)
