@@ -23,7 +23,7 @@ from services.rollout.engines.vllm.processes import PRELOAD, ForkedProcess
 
 CONTEXT = multiprocessing.get_context("forkserver")
 """Starts processes as "spawn" does: nothing of the test's process is in them."""
-CONTEXT.set_forkserver_preload(["tests.forked_imports", "tests.frozen"])
+CONTEXT.set_forkserver_preload(["tests.uncollected", "tests.forked_imports", "tests.frozen"])
 
 
 class Forked:
@@ -106,7 +106,7 @@ class CoreProcess(ForkedProcess):
     workers are forked from the same server."""
 
     _server = forkserver.ForkServer()  # another one than CONTEXT's: vLLM changes torch
-    _server.set_forkserver_preload([PRELOAD, "tests.frozen"])
+    _server.set_forkserver_preload(["tests.uncollected", PRELOAD, "tests.frozen"])
     _lock = threading.Lock()
 
     @classmethod

@@ -20,4 +20,7 @@ import services.trainer.__main__
 import services.trainer.backends.fsdp2.backend
 import services.trainer.rank  # noqa: F401
 
+if torch.version.cuda is None:  # with GPUs it may import torchao, which starts CUDA
+    import peft  # noqa: F401
+
 torch.set_num_threads(1)

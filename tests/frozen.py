@@ -8,4 +8,5 @@ import atexit
 import gc
 
 gc.freeze()
+gc.enable()
 atexit.register(gc.unfreeze)  # libraries tell at exit whether anything of theirs is left
