@@ -23,14 +23,27 @@ pytestmark = pytest.mark.slow
 WITHIN_S = 120.0
 
 
+def with_torchao(folder: Path) -> dict[str, str]:
+    """Variables of a process that ends if it imports torchao. That starts CUDA when it is imported, and is installed
+    where SGLang is."""
+    (folder / "torchao").mkdir()
+    (folder / "torchao" / "__init__.py").write_text("raise SystemExit('torchao was imported')")
+    (folder / "torchao-0.17.0.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: torchao\nVersion: 0.17.0\n"
+    (folder / "torchao-0.17.0.dist-info" / "METADATA").write_text(metadata)
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # OpenBLAS starts a thread of its own, and starts it anew after a fork.
+    return {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"}
+
+
 class Launched:
     """A trainer of two ranks by its command."""
 
     def __init__(self, served: ScriptedCoordinator, log: Path) -> None:
         self.served, self.log = served, log
         argv = (sys.executable, "-m", "services.trainer.launch", "--ranks", "2", "--coordinator", served.address)
+        environment = {**os.environ, **with_torchao(log.parent), "MILLRACE_LOG": "json"}
         with log.open("wb") as output:
-            environment = {**os.environ, "MILLRACE_LOG": "json"}
             self.process = subprocess.Popen(
                 (*argv, "--host", "127.0.0.1"), stdout=output, stderr=output, env=environment
             )
@@ -75,6 +88,7 @@ def test_ranks_are_started_again_and_drained(launched: Launched, tied_model: Pat
     (first,) = launched.served.script.members.values()
     Calls(first.address).configure(job_spec(tied_model))
     before = launched.ranks()
+    assert psutil.Process(before[0].ppid()).num_threads() == 1, "a forked process has none of its parent's threads"
     before[1].send_signal(signal.SIGSEGV)
     launched.registered(2)
     second = list(launched.served.script.members.values())[1]
@@ -130,20 +144,14 @@ def test_ranks_that_keep_failing_end_the_trainer(launched: Launched) -> None:
     assert "ended too often" in launched.log.read_text()
 
 
+@pytest.mark.matrix  # test_ranks_are_started_again_and_drained sees the threads, and that torchao is not imported
 def test_what_is_imported_before_the_fork_starts_no_thread_and_no_cuda(tmp_path: Path) -> None:
-    """A forked process has none of its parent's threads, and CUDA does not work in one whose parent has used it.
-    torchao, which starts CUDA when it is imported, is installed where SGLang is."""
-    (tmp_path / "torchao").mkdir()
-    (tmp_path / "torchao" / "__init__.py").write_text("raise SystemExit('torchao was imported')")
-    (tmp_path / "torchao-0.17.0.dist-info").mkdir()
-    metadata = "Metadata-Version: 2.1\nName: torchao\nVersion: 0.17.0\n"
-    (tmp_path / "torchao-0.17.0.dist-info" / "METADATA").write_text(metadata)
+    """A forked process has none of its parent's threads, and CUDA does not work in one whose parent has used it."""
     code = (
         f"import importlib, torch\nfor name in {PRELOADED}: importlib.import_module(name)\n"
         "import os; print(len(os.listdir('/proc/self/task')), torch.cuda.is_initialized())"
     )
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [environment.get("PYTHONPATH")])])
-    environment["OPENBLAS_NUM_THREADS"] = "1"  # it starts a thread of its own, and starts it anew after a fork
+    environment |= with_torchao(tmp_path)
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert told.stdout.split() == ["1", "False"]
