@@ -46,7 +46,7 @@ class Running:
         )
 
     def wait_until_up(self) -> None:
-        eventually(lambda: {"coordinator", "trainer"} <= set(self.pids()), 60)
+        eventually(lambda: {"coordinator", "trainer", "rollout-0"} <= set(self.pids()), 60)
         eventually(lambda: len(self.services()) >= 5)  # coordinator, Redis, trainer and its child, a member
 
     def told(self) -> dict[str, Any]:

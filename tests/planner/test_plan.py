@@ -50,7 +50,7 @@ def test_a_job_is_simulated_with_fewer_replicas_than_it_has() -> None:
 
 
 def test_the_balanced_ratio_balances() -> None:
-    spec = preset("qwen3-8b-8gpu", rollout={"engine_options": {"max_num_seqs": 64}})
+    spec = preset("qwen3-8b-8gpu", rollout={"engine_options": {"max_num_seqs": 64}}, schedule={"prompts_per_step": 48})
     first = planned(spec, 8, 8)
     gpus = round(8 * first.balanced_ratio)
     balanced = planned(spec, 8, gpus)
