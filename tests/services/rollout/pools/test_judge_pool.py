@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 
 from millrace.errors import InvalidJob
@@ -17,11 +16,14 @@ from millrace.spec import JobSpec
 from services.rollout.engine import Completion, Load, Sampling, StopReason
 from services.rollout.judges import client as judge_client
 from services.rollout.pools.replica import WAITING
+from tests.later import Later
 from tests.models import byte_tokenizer, save_judge_model
 from tests.services.rollout.coordinator import until
 from tests.services.rollout.jobs import job_spec
 from tests.services.rollout.pools.pool_stack import Scoring, pool_replica
 from tests.services.rollout.stack import replica_stack
+
+openai: Any = Later("openai")
 
 pytestmark = pytest.mark.slow
 ASKED: list[Any] = [{"role": "user", "content": "How good is this?"}]
@@ -54,7 +56,7 @@ async def judging(policy: Path, judge: Path, **pool: Any) -> AsyncIterator[Scori
         yield scoring
 
 
-def openai_client(scoring: Scoring, key: str = "secret") -> openai.AsyncOpenAI:
+def openai_client(scoring: Scoring, key: str = "secret") -> Any:
     return openai.AsyncOpenAI(base_url=f"http://{scoring.endpoint}/v1", api_key=key, max_retries=0, timeout=WAIT_S)
 
 

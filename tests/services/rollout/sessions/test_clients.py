@@ -5,13 +5,16 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import openai
 import pytest
 
 from services.rollout.dialects import requests
 from services.rollout.episode.episode import Episode
+from tests.later import Later
 from tests.services.rollout.sessions.served import Served, served
 from tests.services.rollout.sessions.test_sessions import ADD, CALL, trained
+
+openai: Any = Later("openai")
+anthropic: Any = Later("anthropic")
 
 CLIENT: dict[str, Any] = {"max_retries": 0, "timeout": 120}
 
@@ -62,7 +65,7 @@ def test_openai_chat_completions(stream: bool) -> None:
     whole(asyncio.run(play(agent)))
 
 
-async def gathered(client: openai.AsyncOpenAI, messages: Any, asked: Any) -> tuple[dict[str, Any], Any]:
+async def gathered(client: Any, messages: Any, asked: Any) -> tuple[dict[str, Any], Any]:
     """The message and the usage of a stream, put together as agents do it."""
     text, calls, usage = "", list[dict[str, Any]](), None
     stream = await client.chat.completions.create(
@@ -108,8 +111,6 @@ def test_openai_responses(manner: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropic_messages(stream: bool) -> None:
-    import anthropic  # a second in each worker that collects this file
-
     async def agent(claimed: dict[str, Any]) -> None:
         tool: Any = {"name": "add", "description": "", "input_schema": {"type": "object", "properties": {}}}
         async with anthropic.AsyncAnthropic(
@@ -140,8 +141,6 @@ def test_anthropic_messages(stream: bool) -> None:
 
 
 def test_errors_are_the_clients_own() -> None:
-    import anthropic
-
     async def scenario() -> None:
         async with served() as here:
             playing, claimed = here.play(most_tokens=5), await here.claim()
