@@ -233,20 +233,35 @@ class JobRecord:
     def summary(self, waiting: WaitingView | None) -> JobSummary:
         """The job in a list. `waiting`: what it waits for."""
         clock = self.clock(time.time())
-        shown = {
-            **{name: getattr(self, name) for name in JobSummary.model_fields if name in self.__dataclass_fields__},
-            "pending": JobRequest(self.wanted) if self.wanted and self.state not in ENDED else None,
-            "waiting": waiting,
-            "warnings": [warning for warning in self.warnings if not warning.over],
-            "evaluation_before_coverage": Coverage.of(self.evaluation_before_scored, self.evaluation_before_asked),
-            "evaluation_last_coverage": Coverage.of(self.evaluation_last_scored, self.evaluation_last_asked),
-            "evaluation_step": self.evaluation_step if self.evaluation_step >= 0 else None,
-            "queued_s": clock["queued_s"],
-            "ran_s": clock["ran_s"],
-            "tags": json.loads(self.tags_json),
-            "partition": self._shown_partition,
-        }
-        return JobSummary.model_validate(shown)
+        return JobSummary(
+            id=self.id,
+            name=self.name,
+            state=self.state,
+            pending=JobRequest(self.wanted) if self.wanted and self.state not in ENDED else None,
+            waiting=waiting,
+            warnings=[warning for warning in self.warnings if not warning.over],
+            step=self.step,
+            steps=self.steps,
+            version=self.version,
+            reward=self.reward,
+            evaluation_before=self.evaluation_before,
+            evaluation_before_coverage=Coverage.of(self.evaluation_before_scored, self.evaluation_before_asked),
+            evaluation_last=self.evaluation_last,
+            evaluation_last_coverage=Coverage.of(self.evaluation_last_scored, self.evaluation_last_asked),
+            evaluation_step=self.evaluation_step if self.evaluation_step >= 0 else None,
+            created_s=self.created_s,
+            queued_s=clock["queued_s"],
+            ran_s=clock["ran_s"],
+            finished_s=self.finished_s,
+            tags=json.loads(self.tags_json),
+            notes=self.notes,
+            user=self.user,
+            partition=self._shown_partition,
+            priority=self.priority,
+            checkpoint=self.checkpoint,
+            report=self.report,
+            failure=self.failure,
+        )
 
     def view(self, waiting: WaitingView | None) -> JobView:
         """The job as REST shows it. `waiting`: what it waits for."""

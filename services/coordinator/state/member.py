@@ -28,18 +28,6 @@ MISSED = 2.0
 """Intervals by which the time until a member is lost grows, when the interval between heartbeats does."""
 LONGEST_RETRY_S = 60.0
 """Longest wait before a member that fails repeatedly is tried again."""
-TOLD = (
-    "address",
-    "release",
-    "engine",
-    "engine_release",
-    "world_size",
-    "host",
-    "device",
-    "metrics_port",
-    "sessions_port",
-)
-"""Fields of a member that are what it said when it registered."""
 
 
 @dataclass(frozen=True)
@@ -182,17 +170,37 @@ class Member:
         return cls(
             id=MemberId(request.member_id),
             kind=KINDS[request.kind],
+            address=request.address,
+            release=request.release,
+            engine=request.engine,
+            engine_release=request.engine_release,
+            world_size=request.world_size,
+            host=request.host,
+            device=request.device,
+            metrics_port=request.metrics_port,
+            sessions_port=request.sessions_port,
             pool=request.pool or ROLLOUT,
             partition=request.partition or DEFAULT_PARTITION,
             home=request.partition,
-            **{name: getattr(request, name) for name in TOLD},
         )
 
     def to_json(self) -> dict[str, Any]:
         """The fields that survive a restart of the coordinator."""
-        tree: dict[str, Any] = {
-            name: getattr(self, name) for name in ("id", "kind", *TOLD, "pool", "joined_s", "draining")
-        }
+        names = (
+            "id",
+            "kind",
+            "address",
+            "release",
+            "engine",
+            "engine_release",
+            "world_size",
+            "host",
+            "device",
+            "metrics_port",
+            "sessions_port",
+            "pool",
+        )
+        tree: dict[str, Any] = {name: getattr(self, name) for name in (*names, "joined_s", "draining")}
         if self.partition != DEFAULT_PARTITION:  # a coordinator of an earlier release does not know the field
             tree["partition"] = self.partition
         if self.home != _usual_home(tree):
@@ -280,23 +288,28 @@ class Member:
         return f"{self.address.rpartition(':')[0]}:{port}" if port else ""
 
     def view(self, leases: int) -> MemberView:
-        pulse, usage = self.pulse, self.pulse.usage
-        same = {name: getattr(self, name) for name in TOLD if name in MemberView.model_fields}
+        usage = self.pulse.usage
         return MemberView(
             id=self.id,
             kind=self.kind,
             pool=self.pool if self.kind is MemberKind.ROLLOUT else "",
             partition=self.partition,
+            address=self.address,
+            engine=self.engine,
+            engine_release=self.engine_release,
+            world_size=self.world_size,
+            host=self.host,
+            device=self.device,
             metrics_address=self._at(self.metrics_port),
             sessions_address=self.sessions_address,
             state=self.state,
             version=self._version,
-            running=pulse.running,
-            waiting=pulse.waiting,
-            free=pulse.free,
+            running=self.pulse.running,
+            waiting=self.pulse.waiting,
+            free=self.pulse.free,
             leases=leases,
-            tokens=pulse.tokens,
-            tokens_per_s=pulse.tokens_per_s,
+            tokens=self.pulse.tokens,
+            tokens_per_s=self.pulse.tokens_per_s,
             cache_used=usage.cache_used if usage.HasField("cache_used") else None,
             hosts=[HostView(**fields_of(one)) for one in usage.hosts],
             gpus=[GpuView(**fields_of(one)) for one in usage.gpus],
@@ -304,7 +317,6 @@ class Member:
             missing_boundaries=dict(self.configured.missing_boundaries) if self.configured else {},
             trouble=str(self.unconfigured.error) if self.unconfigured is not None else "",
             gone=self.why_gone,
-            **same,
         )
 
 
