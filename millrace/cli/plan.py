@@ -12,6 +12,34 @@ if TYPE_CHECKING:
     from millrace.planner.search import Request
     from millrace.spec import JobSpec
 
+Published = Annotated[
+    str | None,
+    typer.Option(help="A published model whose sizes to take instead of the job's folder: qwen3-8b, deepseek-v3."),
+]
+ImageTokens = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=MOST_TOKENS,
+        help="Mean tokens of a prompt's image, in a job with data.images; without it, half of the prompt.",
+    ),
+]
+Colocated = Annotated[
+    bool,
+    typer.Option(
+        "--colocated",
+        help="Let trainer and replicas take turns on the trainer's GPUs. Millrace does not run so: for comparison.",
+    ),
+]
+Search = Annotated[
+    bool,
+    typer.Option(
+        "--search",
+        help="Propose layouts of the job's backend that fit, the fastest first; without --trainer-gpus, on the "
+        "fewest GPUs that any layout fits.",
+    ),
+]
+
 
 def plan(
     spec: SpecFile,
@@ -25,10 +53,7 @@ def plan(
         str, typer.Option(help="h20, h100, h200, a100, b200, or a YAML file with the figures of another GPU.")
     ] = "h100",
     engine: Annotated[str, typer.Option(help="Engine of the replicas.")] = "vllm",
-    model: Annotated[
-        str | None,
-        typer.Option(help="A published model whose sizes to take instead of the job's folder: qwen3-8b, deepseek-v3."),
-    ] = None,
+    model: Published = None,
     mean_prompt: Annotated[
         float | None,
         typer.Option(min=1, max=MOST_TOKENS, help="Mean length of prompts; without it, a quarter of the longest."),
@@ -37,29 +62,9 @@ def plan(
         float | None,
         typer.Option(min=1, max=MOST_TOKENS, help="Mean length of responses; without it, a quarter of the longest."),
     ] = None,
-    mean_image_tokens: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=MOST_TOKENS,
-            help="Mean tokens of a prompt's image, in a job with data.images; without it, half of the prompt.",
-        ),
-    ] = None,
-    colocated: Annotated[
-        bool,
-        typer.Option(
-            "--colocated",
-            help="Let trainer and replicas take turns on the trainer's GPUs. Millrace does not run so: for comparison.",
-        ),
-    ] = False,
-    search: Annotated[
-        bool,
-        typer.Option(
-            "--search",
-            help="Propose layouts of the job's backend that fit, the fastest first; without --trainer-gpus, on the "
-            "fewest GPUs that any layout fits.",
-        ),
-    ] = False,
+    mean_image_tokens: ImageTokens = None,
+    colocated: Colocated = False,
+    search: Search = False,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
