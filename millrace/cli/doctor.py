@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 import typer
@@ -64,9 +64,6 @@ class Finding:
     fix: str = ""
     missing: tuple[Missing, ...] = ()
     """What the kernel does not give to separate reward functions from a replica."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -330,7 +327,7 @@ def doctor(as_json: AsJson = False) -> None:
                 console.print(_line(finding))
     serves, trains = can(findings, ENGINE_NAMES), can(findings, BACKEND_NAMES)
     if as_json:
-        print_json({"findings": [f.to_dict() for f in findings], "generates_with": serves, "trains_with": trains})
+        print_json({"findings": [asdict(f) for f in findings], "generates_with": serves, "trains_with": trains})
         raise typer.Exit(0 if serves or trains else 1)
     for what, names in (("generate", serves), ("train", trains)):
         console.print(f"can {what} with {', '.join(names)}" if names else f"[red]cannot {what}[/]: see above")

@@ -4,10 +4,10 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from pydantic import BaseModel, Field
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -48,8 +48,7 @@ MOST_MEMBERS = 500
 """Members that are listed if the height of a terminal does not limit them."""
 
 
-@dataclass(frozen=True)
-class Pace:
+class Pace(BaseModel):
     """How fast a job trains, as the mean of its last steps."""
 
     step_s: float
@@ -60,11 +59,10 @@ class Pace:
     """Seconds until the last step at this pace; None if the number of steps is not known."""
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(BaseModel):
     """What is shown at one time."""
 
-    url: str
+    url: str = Field(exclude=True)
     time_s: float
     """Unix time."""
     jobs: list[JobSummary]
@@ -88,7 +86,7 @@ def top(
     with connect(url) as client:
         first = frame(client)
         if as_json:
-            return print_json(_tree(first))
+            return print_json(first)
         if once or not sys.stdout.isatty():
             return people().print(picture(first, MOST_MEMBERS))
         with contextlib.suppress(KeyboardInterrupt):
@@ -104,7 +102,8 @@ def frame(client: Client) -> Frame:
     trained = [job for job in jobs if job.step > 0 and job.state is not JobState.QUEUED]
     found = {job.id: pace(job, client.metrics(job.id, after_step=max(0, job.step - STEPS))) for job in trained}
     paces = {job: known for job, known in found.items() if known is not None}
-    return Frame(client.url, now, jobs + ended[:ENDED_JOBS], paces, client.fleet())
+    shown = jobs + ended[:ENDED_JOBS]
+    return Frame(url=client.url, time_s=now, jobs=shown, paces=paces, fleet=client.fleet())
 
 
 def pace(job: JobSummary, rows: list[StepMetrics]) -> Pace | None:
@@ -117,7 +116,7 @@ def pace(job: JobSummary, rows: list[StepMetrics]) -> Pace | None:
     tokens = sum(values.get(TOTAL_TOKENS, 0.0) for values in timed)
     step_s = (inside_s + between_s) / len(timed)
     left_s = step_s * max(0, job.steps - job.step) if job.steps else None
-    return Pace(step_s, tokens / inside_s if inside_s > 0 else 0.0, left_s)
+    return Pace(step_s=step_s, tokens_per_s=tokens / inside_s if inside_s > 0 else 0.0, left_s=left_s)
 
 
 def _live(client: Client, first: Frame, every_s: float) -> None:
@@ -236,13 +235,3 @@ def members_table(members: list[MemberView]) -> FittedTable:
         where = (escape(engine), escape(m.host), escape(m.device))
         rows.add_row(escape(m.id), styled(m.state), str(m.version), *map(str, counts), *speed, *usage_cells(m), *where)
     return rows
-
-
-def _tree(shown: Frame) -> dict[str, Any]:
-    """The frame as JSON."""
-    return {
-        "time_s": shown.time_s,
-        "jobs": [job.model_dump(mode="json") for job in shown.jobs],
-        "paces": {job: vars(found) for job, found in shown.paces.items()},
-        "fleet": shown.fleet.model_dump(mode="json"),
-    }

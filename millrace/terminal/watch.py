@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from millrace.client import Client
@@ -106,14 +106,10 @@ def _live(client: Client, job: str) -> JobView:
     bar = progress.add_task(job, total=None, steps="?")
     with Live(console=console, refresh_per_second=4, transient=False) as live:
         for snapshot in snapshots(client, job):
-            _move(progress, bar, snapshot.job)
+            name, steps = escape(snapshot.job.name), snapshot.job.steps
+            progress.update(bar, description=name, completed=snapshot.job.step, total=steps or None, steps=steps or "?")
             live.update(Group(progress, *panels(snapshot)))
     return snapshot.job
-
-
-def _move(progress: Progress, bar: TaskID, job: JobView) -> None:
-    progress.update(bar, description=escape(job.name), completed=job.step, total=job.steps or None)
-    progress.update(bar, steps=job.steps or "?")
 
 
 def panels(snapshot: Snapshot) -> list[Table | str]:
