@@ -48,10 +48,18 @@ TOLD = (
     "response_length/mean",
 )
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", VISION_START, VISION_END, IMAGE, VIDEO)
+LARGE: dict[str, Any] = {"words": 151643, "lengths": (2048, 512), "prompts": 16}
+TOWER_OF_2B = {
+    "depth": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_heads": 16,
+    "out_hidden_size": 2048,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-vl-7b": {
+        **LARGE,
         "type": "qwen2_5_vl",
-        "words": 151643,
         "side": 560,
         "text": {
             "vocab_size": 152064,
@@ -64,13 +72,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tower": {"hidden_size": 1280, "out_hidden_size": 3584},
         "section": [16, 24, 24],
         "lora": {"rank": 64, "alpha": 32},
-        "lengths": (2048, 512),
         "engine_options": {"max_model_len": 2560, "gpu_memory_utilization": 0.85},
-        "prompts": 16,
     },
     "qwen3-vl-2b": {
+        **LARGE,
         "type": "qwen3_vl",
-        "words": 151643,
         "side": 640,
         "text": {
             "vocab_size": 151936,
@@ -82,23 +88,14 @@ SHAPES: dict[str, dict[str, Any]] = {
             "head_dim": 128,
             "tie_word_embeddings": True,
         },
-        "tower": {
-            "depth": 24,
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_heads": 16,
-            "out_hidden_size": 2048,
-            "deepstack_visual_indexes": [5, 11, 17],
-        },
+        "tower": {**TOWER_OF_2B, "deepstack_visual_indexes": [5, 11, 17]},
         "section": [24, 20, 20],
         "rope": {"mrope_interleaved": True},
-        "lengths": (2048, 512),
         "engine_options": {"max_model_len": 2560, "gpu_memory_utilization": 0.35},
-        "prompts": 16,
     },
     "qwen3.5-2b": {
+        **LARGE,
         "type": "qwen3_5",
-        "words": 151643,
         "side": 640,
         "text": {
             "vocab_size": 151936,
@@ -113,22 +110,14 @@ SHAPES: dict[str, dict[str, Any]] = {
             "linear_num_value_heads": 16,
             "tie_word_embeddings": True,
         },
-        "tower": {
-            "depth": 24,
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_heads": 16,
-            "out_hidden_size": 2048,
-        },
+        "tower": TOWER_OF_2B,
         "section": [11, 11, 10],
         "rope": {"partial_rotary_factor": 0.25, "mrope_interleaved": True},
-        "lengths": (2048, 512),
         "engine_options": {
             "max_model_len": 2560,
             "gpu_memory_utilization": 0.35,
             "additional_config": {"gdn_prefill_backend": "triton"},
         },
-        "prompts": 16,
     },
     "tiny": {
         "type": "qwen2_5_vl",

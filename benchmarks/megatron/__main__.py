@@ -29,6 +29,7 @@ import torch
 from benchmarks.megatron import report
 from benchmarks.megatron.cases import PARTS, Case, Launch, Machine
 from millrace.local.host import visible_devices
+from millrace.software import installed_release
 
 ROOT = Path(__file__).parents[2]
 FRESH_S = 25.0
@@ -182,14 +183,8 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _host(machine: Machine) -> dict[str, Any]:
-    versions = {"torch": str(torch.__version__)}
-    for name in ("transformer_engine", "megatron-core", "transformers"):
-        try:
-            from importlib.metadata import version
-
-            versions[name] = version(name)
-        except ImportError:
-            continue
+    names = ("torch", "transformer_engine", "megatron-core", "transformers")
+    versions = {name: release for name in names if (release := installed_release(name))}
     device = torch.cuda.get_device_name() if machine.cuda else "no GPU"
     return {"device": device, "devices": torch.cuda.device_count(), "cores": os.cpu_count(), "versions": versions}
 
