@@ -89,25 +89,15 @@ def _servers(file: FileDescriptorProto, types: dict[str, str]) -> str:
 
 def _methods(files: Sequence[FileDescriptorProto], types: dict[str, str]) -> str:
     """The table of methods: a class for each service, an attribute for each of its methods."""
-    services = [(file.package, service) for file in files for service in file.service]
+    services = [service for file in files for service in file.service]
     lines = ['"""The methods of every service, for `millrace.wire.channel.Peer`."""', "", BY_THIS_SCRIPT]
-    lines += ["from millrace.contracts.method import Streaming, Unary", _imports([s for _, s in services], types)]
-    for package, service in services:
+    lines += ["from millrace.contracts.method import Streaming, Unary", _imports(services, types)]
+    for service in services:
         lines += ["", "", f"class {service.name}Rpc:"]
         for method in service.method:
-            begin = f"    {method.name} = {'Streaming' if method.server_streaming else 'Unary'}("
-            named = (f'"{package}.{service.name}"', f'"{method.name}"')
-            lines += _call(begin, [*named, types[method.input_type], types[method.output_type]])
+            kind = "Streaming" if method.server_streaming else "Unary"
+            lines.append(f"    {method.name} = {kind}({types[method.input_type]}, {types[method.output_type]})")
     return "\n".join(lines) + "\n"
-
-
-def _call(begin: str, arguments: Sequence[str]) -> list[str]:
-    """A call as the formatter writes it: in one line, with its arguments in one line, or with a line for each."""
-    text = ", ".join(arguments)
-    if len(begin + text) < LINE:
-        return [f"{begin}{text})"]
-    inside = [text] if len(text) + 8 <= LINE else [f"{argument}," for argument in arguments]
-    return [begin, *(f"        {line}" for line in inside), "    )"]
 
 
 def main() -> None:

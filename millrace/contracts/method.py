@@ -3,7 +3,6 @@
 `millrace/contracts/methods.py`, made by `make proto`, holds one value for each method of the contracts.
 """
 
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
@@ -12,13 +11,17 @@ Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
 
 
-@dataclass(frozen=True)
+PACKAGE = "millrace.v1"
+
+
 class _Method(Generic[Request, Response]):
-    service: str
-    """Full name of the service, as `millrace.v1.Fleet`."""
-    name: str
-    request: type[Request]
-    response: type[Response]
+    """Its service and name are those of the class and of the attribute that it is given to: `FleetRpc.Register`."""
+
+    def __init__(self, request: type[Request], response: type[Response]) -> None:
+        self.request, self.response = request, response
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.service, self.name = f"{PACKAGE}.{owner.__name__.removesuffix('Rpc')}", name
 
     @property
     def key(self) -> str:
@@ -31,11 +34,9 @@ class _Method(Generic[Request, Response]):
         return f"/{self.service}/{self.name}"
 
 
-@dataclass(frozen=True)
 class Unary(_Method[Request, Response]):
     """A method with one request and one response."""
 
 
-@dataclass(frozen=True)
 class Streaming(_Method[Request, Response]):
     """A method with one request and a stream of responses."""

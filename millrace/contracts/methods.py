@@ -16,119 +16,65 @@ from millrace.contracts.v1 import (
 
 
 class FleetRpc:
-    Register = Unary("millrace.v1.Fleet", "Register", fleet_pb2.RegisterRequest, fleet_pb2.RegisterResponse)
-    Heartbeat = Unary("millrace.v1.Fleet", "Heartbeat", fleet_pb2.HeartbeatRequest, fleet_pb2.HeartbeatResponse)
-    Drain = Unary("millrace.v1.Fleet", "Drain", fleet_pb2.DrainRequest, fleet_pb2.DrainResponse)
-    Leave = Unary("millrace.v1.Fleet", "Leave", fleet_pb2.LeaveRequest, fleet_pb2.LeaveResponse)
-    FindPool = Unary("millrace.v1.Fleet", "FindPool", fleet_pb2.FindPoolRequest, fleet_pb2.FindPoolResponse)
+    Register = Unary(fleet_pb2.RegisterRequest, fleet_pb2.RegisterResponse)
+    Heartbeat = Unary(fleet_pb2.HeartbeatRequest, fleet_pb2.HeartbeatResponse)
+    Drain = Unary(fleet_pb2.DrainRequest, fleet_pb2.DrainResponse)
+    Leave = Unary(fleet_pb2.LeaveRequest, fleet_pb2.LeaveResponse)
+    FindPool = Unary(fleet_pb2.FindPoolRequest, fleet_pb2.FindPoolResponse)
 
 
 class LogsRpc:
-    Tail = Unary("millrace.v1.Logs", "Tail", logs_pb2.TailLogRequest, logs_pb2.TailLogResponse)
+    Tail = Unary(logs_pb2.TailLogRequest, logs_pb2.TailLogResponse)
 
 
 class NodesRpc:
-    Join = Unary("millrace.v1.Nodes", "Join", nodes_pb2.JoinNodesRequest, nodes_pb2.JoinNodesResponse)
-    Beat = Unary("millrace.v1.Nodes", "Beat", nodes_pb2.NodeBeatRequest, nodes_pb2.NodeBeatResponse)
+    Join = Unary(nodes_pb2.JoinNodesRequest, nodes_pb2.JoinNodesResponse)
+    Beat = Unary(nodes_pb2.NodeBeatRequest, nodes_pb2.NodeBeatResponse)
 
 
 class RolloutRpc:
-    Configure = Unary(
-        "millrace.v1.Rollout", "Configure", rollout_pb2.ConfigureRolloutRequest, rollout_pb2.ConfigureRolloutResponse
-    )
-    DescribeWeights = Unary(
-        "millrace.v1.Rollout",
-        "DescribeWeights",
-        rollout_pb2.DescribeReceiveRequest,
-        rollout_pb2.DescribeReceiveResponse,
-    )
-    PreparePublication = Unary(
-        "millrace.v1.Rollout",
-        "PreparePublication",
-        rollout_pb2.PrepareReceiveRequest,
-        rollout_pb2.PrepareReceiveResponse,
-    )
-    TransferPublication = Unary(
-        "millrace.v1.Rollout",
-        "TransferPublication",
-        rollout_pb2.TransferReceiveRequest,
-        rollout_pb2.TransferReceiveResponse,
-    )
-    VerifyPublication = Unary(
-        "millrace.v1.Rollout", "VerifyPublication", rollout_pb2.VerifyReceiveRequest, rollout_pb2.VerifyReceiveResponse
-    )
-    CommitPublication = Unary(
-        "millrace.v1.Rollout", "CommitPublication", rollout_pb2.CommitReceiveRequest, rollout_pb2.CommitReceiveResponse
-    )
-    AbortPublication = Unary(
-        "millrace.v1.Rollout", "AbortPublication", rollout_pb2.AbortReceiveRequest, rollout_pb2.AbortReceiveResponse
-    )
-    DescribeCopy = Unary(
-        "millrace.v1.Rollout", "DescribeCopy", trainer_pb2.DescribeSendRequest, trainer_pb2.DescribeSendResponse
-    )
-    PrepareCopy = Unary(
-        "millrace.v1.Rollout", "PrepareCopy", trainer_pb2.PrepareSendRequest, trainer_pb2.PrepareSendResponse
-    )
-    TransferCopy = Unary(
-        "millrace.v1.Rollout", "TransferCopy", trainer_pb2.TransferSendRequest, trainer_pb2.TransferSendResponse
-    )
-    FinishCopy = Unary(
-        "millrace.v1.Rollout", "FinishCopy", trainer_pb2.FinishSendRequest, trainer_pb2.FinishSendResponse
-    )
-    Generate = Unary("millrace.v1.Rollout", "Generate", rollout_pb2.GenerateRequest, rollout_pb2.GenerateResponse)
-    GetStatus = Unary("millrace.v1.Rollout", "GetStatus", rollout_pb2.RolloutStatusRequest, rollout_pb2.RolloutStatus)
-    Drain = Unary("millrace.v1.Rollout", "Drain", rollout_pb2.DrainRolloutRequest, rollout_pb2.DrainRolloutResponse)
+    Configure = Unary(rollout_pb2.ConfigureRolloutRequest, rollout_pb2.ConfigureRolloutResponse)
+    DescribeWeights = Unary(rollout_pb2.DescribeReceiveRequest, rollout_pb2.DescribeReceiveResponse)
+    PreparePublication = Unary(rollout_pb2.PrepareReceiveRequest, rollout_pb2.PrepareReceiveResponse)
+    TransferPublication = Unary(rollout_pb2.TransferReceiveRequest, rollout_pb2.TransferReceiveResponse)
+    VerifyPublication = Unary(rollout_pb2.VerifyReceiveRequest, rollout_pb2.VerifyReceiveResponse)
+    CommitPublication = Unary(rollout_pb2.CommitReceiveRequest, rollout_pb2.CommitReceiveResponse)
+    AbortPublication = Unary(rollout_pb2.AbortReceiveRequest, rollout_pb2.AbortReceiveResponse)
+    DescribeCopy = Unary(trainer_pb2.DescribeSendRequest, trainer_pb2.DescribeSendResponse)
+    PrepareCopy = Unary(trainer_pb2.PrepareSendRequest, trainer_pb2.PrepareSendResponse)
+    TransferCopy = Unary(trainer_pb2.TransferSendRequest, trainer_pb2.TransferSendResponse)
+    FinishCopy = Unary(trainer_pb2.FinishSendRequest, trainer_pb2.FinishSendResponse)
+    Generate = Unary(rollout_pb2.GenerateRequest, rollout_pb2.GenerateResponse)
+    GetStatus = Unary(rollout_pb2.RolloutStatusRequest, rollout_pb2.RolloutStatus)
+    Drain = Unary(rollout_pb2.DrainRolloutRequest, rollout_pb2.DrainRolloutResponse)
 
 
 class ScoringRpc:
-    Configure = Unary(
-        "millrace.v1.Scoring", "Configure", rollout_pb2.ConfigureRolloutRequest, rollout_pb2.ConfigureRolloutResponse
-    )
-    ScoreTokens = Unary(
-        "millrace.v1.Scoring", "ScoreTokens", scoring_pb2.ScoreTokensRequest, scoring_pb2.ScoreTokensResponse
-    )
-    ScoreConversations = Unary(
-        "millrace.v1.Scoring",
-        "ScoreConversations",
-        scoring_pb2.ScoreConversationsRequest,
-        scoring_pb2.ScoreConversationsResponse,
-    )
-    GetStatus = Unary("millrace.v1.Scoring", "GetStatus", scoring_pb2.ScoringStatusRequest, scoring_pb2.ScoringStatus)
+    Configure = Unary(rollout_pb2.ConfigureRolloutRequest, rollout_pb2.ConfigureRolloutResponse)
+    ScoreTokens = Unary(scoring_pb2.ScoreTokensRequest, scoring_pb2.ScoreTokensResponse)
+    ScoreConversations = Unary(scoring_pb2.ScoreConversationsRequest, scoring_pb2.ScoreConversationsResponse)
+    GetStatus = Unary(scoring_pb2.ScoringStatusRequest, scoring_pb2.ScoringStatus)
 
 
 class TrainerRpc:
-    Configure = Unary(
-        "millrace.v1.Trainer", "Configure", trainer_pb2.ConfigureTrainerRequest, trainer_pb2.ConfigureTrainerResponse
-    )
-    AddPart = Unary("millrace.v1.Trainer", "AddPart", trainer_pb2.AddPartRequest, trainer_pb2.AddPartResponse)
-    Step = Unary("millrace.v1.Trainer", "Step", trainer_pb2.StepRequest, trainer_pb2.StepResponse)
-    DescribeWeights = Unary(
-        "millrace.v1.Trainer", "DescribeWeights", trainer_pb2.DescribeSendRequest, trainer_pb2.DescribeSendResponse
-    )
-    PreparePublication = Unary(
-        "millrace.v1.Trainer", "PreparePublication", trainer_pb2.PrepareSendRequest, trainer_pb2.PrepareSendResponse
-    )
-    TransferPublication = Unary(
-        "millrace.v1.Trainer", "TransferPublication", trainer_pb2.TransferSendRequest, trainer_pb2.TransferSendResponse
-    )
-    FinishPublication = Unary(
-        "millrace.v1.Trainer", "FinishPublication", trainer_pb2.FinishSendRequest, trainer_pb2.FinishSendResponse
-    )
-    Save = Unary("millrace.v1.Trainer", "Save", trainer_pb2.SaveRequest, trainer_pb2.SaveResponse)
-    FinishSave = Unary(
-        "millrace.v1.Trainer", "FinishSave", trainer_pb2.FinishSaveRequest, trainer_pb2.FinishSaveResponse
-    )
-    Load = Unary("millrace.v1.Trainer", "Load", trainer_pb2.LoadRequest, trainer_pb2.LoadResponse)
-    CopyState = Unary("millrace.v1.Trainer", "CopyState", trainer_pb2.CopyStateRequest, trainer_pb2.CopyStateResponse)
-    ReceiveState = Unary(
-        "millrace.v1.Trainer", "ReceiveState", trainer_pb2.ReceiveStateRequest, trainer_pb2.ReceiveStateResponse
-    )
-    GetStatus = Unary("millrace.v1.Trainer", "GetStatus", trainer_pb2.TrainerStatusRequest, trainer_pb2.TrainerStatus)
+    Configure = Unary(trainer_pb2.ConfigureTrainerRequest, trainer_pb2.ConfigureTrainerResponse)
+    AddPart = Unary(trainer_pb2.AddPartRequest, trainer_pb2.AddPartResponse)
+    Step = Unary(trainer_pb2.StepRequest, trainer_pb2.StepResponse)
+    DescribeWeights = Unary(trainer_pb2.DescribeSendRequest, trainer_pb2.DescribeSendResponse)
+    PreparePublication = Unary(trainer_pb2.PrepareSendRequest, trainer_pb2.PrepareSendResponse)
+    TransferPublication = Unary(trainer_pb2.TransferSendRequest, trainer_pb2.TransferSendResponse)
+    FinishPublication = Unary(trainer_pb2.FinishSendRequest, trainer_pb2.FinishSendResponse)
+    Save = Unary(trainer_pb2.SaveRequest, trainer_pb2.SaveResponse)
+    FinishSave = Unary(trainer_pb2.FinishSaveRequest, trainer_pb2.FinishSaveResponse)
+    Load = Unary(trainer_pb2.LoadRequest, trainer_pb2.LoadResponse)
+    CopyState = Unary(trainer_pb2.CopyStateRequest, trainer_pb2.CopyStateResponse)
+    ReceiveState = Unary(trainer_pb2.ReceiveStateRequest, trainer_pb2.ReceiveStateResponse)
+    GetStatus = Unary(trainer_pb2.TrainerStatusRequest, trainer_pb2.TrainerStatus)
 
 
 class WorkRpc:
-    Lease = Unary("millrace.v1.Work", "Lease", work_pb2.LeaseRequest, work_pb2.LeaseResponse)
-    Extend = Unary("millrace.v1.Work", "Extend", work_pb2.ExtendRequest, work_pb2.ExtendResponse)
-    Complete = Unary("millrace.v1.Work", "Complete", work_pb2.CompleteRequest, work_pb2.CompleteResponse)
-    Release = Unary("millrace.v1.Work", "Release", work_pb2.ReleaseRequest, work_pb2.ReleaseResponse)
-    Fetch = Streaming("millrace.v1.Work", "Fetch", work_pb2.FetchRequest, common_pb2.Group)
+    Lease = Unary(work_pb2.LeaseRequest, work_pb2.LeaseResponse)
+    Extend = Unary(work_pb2.ExtendRequest, work_pb2.ExtendResponse)
+    Complete = Unary(work_pb2.CompleteRequest, work_pb2.CompleteResponse)
+    Release = Unary(work_pb2.ReleaseRequest, work_pb2.ReleaseResponse)
+    Fetch = Streaming(work_pb2.FetchRequest, common_pb2.Group)
