@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +50,7 @@ from services.trainer.backends import build
 from services.trainer.publication.sender import Sender
 from services.trainer.ranks.world import World
 from tests.layouts import whole_layout
+from tests.peak_memory import Peak
 
 LIMIT_S = 120.0
 MIB = 1 << 20
@@ -78,21 +78,11 @@ class Watch:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._process = psutil.Process()
         self.figures: dict[str, float] = {}
 
     @contextlib.contextmanager
     def during(self) -> Iterator[None]:
-        over, most = threading.Event(), [self._process.memory_info().rss]
-        before = most[0]
-
-        def watch() -> None:
-            while not over.wait(0.005):
-                most.append(max(most.pop(), self._process.memory_info().rss))
-
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
-        device = 0
+        host, device = Peak(), 0
         if self._on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -100,14 +90,12 @@ class Watch:
         try:
             yield
         finally:
-            over.set()
-            thread.join()
             reached = torch.cuda.max_memory_allocated() if self._on_gpu else 0
-            self.figures = {"host": (most[0] - before) / MIB, "device": (reached - device) / MIB}
+            self.figures = {"host": host.grown / MIB, "device": (reached - device) / MIB}
 
     def at_rest(self) -> dict[str, float]:
         """What the process holds. Pinned memory is what torch's allocator has taken, which rounds up."""
-        figures = {"rss": self._process.memory_info().rss / MIB, "device": 0.0, "pinned": 0.0}
+        figures = {"rss": psutil.Process().memory_info().rss / MIB, "device": 0.0, "pinned": 0.0}
         if self._on_gpu:
             torch.cuda.synchronize()
             figures["device"] = torch.cuda.memory_allocated() / MIB
