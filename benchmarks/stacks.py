@@ -60,7 +60,7 @@ def finished(client: Client, spec: JobSpec | Mapping[str, Any], limit_s: float) 
     return done
 
 
-def waited(find: Callable[[], Found], limit_s: float) -> Found:
+def waited(find: Callable[[], Found | None], limit_s: float) -> Found:
     """The first value of `find()` that is true. Raises TimeoutError."""
     deadline = time.monotonic() + limit_s
     while not (found := find()):
