@@ -17,12 +17,14 @@ from tests.services.trainer.groups import job_spec
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_megatron_computes_what_each_sequence_is_alone(
-    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against transformers in float32 on the CPU. With the positions of text it would be much further away."""
+    """Against transformers in float32 on the CPU. With the positions of text it would be much further away, and without
+    what the tower of Qwen3-VL adds after the first layers."""
     pytest.importorskip("transformer_engine")
-    folder = save_image_model(tmp_path / "model")
+    folder = save_image_model(tmp_path / "model", kind=kind)
     samples = drawn(folder)
     expected = torch.cat(alone(folder, samples)[0])
     trainer = {"backend": "megatron", "dtype": "bfloat16", "token_budget": 2048}
@@ -34,7 +36,14 @@ def test_megatron_computes_what_each_sequence_is_alone(
         return float((found.cpu() - expected).abs().mean())
 
     near = apart()
-    monkeypatch.setattr(Images, "positions", lambda self, batch: batch.positions_p.expand(4, -1))
+    monkeypatch.setattr(Images, "positions", lambda self, parts: batch.positions_p.expand(4, -1))
     far = apart()
-    print(f"mean {near:.1e}, with the positions of text {far:.1e}")
+    print(f"{kind}: mean {near:.1e}, with the positions of text {far:.1e}")
     assert near < 0.05 and far > 5 * near
+    if kind == "qwen3_vl":
+        monkeypatch.undo()
+        whole = backend._tower.features
+        monkeypatch.setattr(backend._tower, "features", lambda batch: whole(batch)[:1])
+        without = apart()
+        print(f"{kind}: without features of layers {without:.1e}")
+        assert without > 5 * near
