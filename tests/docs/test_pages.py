@@ -17,7 +17,7 @@ LINKED = (
     "recipes/README.md",
     *(str(path.relative_to(ROOT)) for folder in ("docs", "benchmarks") for path in (ROOT / folder).rglob("*.md")),
 )
-ROOMS = "proto|millrace|services|deploy|demo|docs|tests|presets|recipes|benchmarks"
+ROOMS = "proto|millrace|services|deploy|demo|docs|examples|tests|presets|recipes|benchmarks|web"
 LOOKS_LIKE_A_PATH = re.compile(rf"`((?:{ROOMS})/[\w./-]*)`|\]\(([\w./-]+)\)")
 
 
