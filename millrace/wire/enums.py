@@ -1,6 +1,6 @@
 """Enums of the contracts as Python enums, and back; and the fields of a message."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableSequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -78,10 +78,9 @@ def drop_message(drop: Drop) -> common_pb2.Drop:
 
 def fields_of(message: Message) -> dict[str, Any]:
     """The fields of a message by name: those that are repeated as lists, None for an optional one that is absent."""
-    found = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
-        if field.is_repeated:
-            found[field.name] = list(found[field.name])
-        elif field.has_presence and not message.HasField(field.name):
-            found[field.name] = None
+        absent = field.has_presence and not message.HasField(field.name)
+        value = None if absent else getattr(message, field.name)
+        found[field.name] = list(value) if isinstance(value, MutableSequence) else value
     return found

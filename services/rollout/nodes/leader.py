@@ -56,9 +56,9 @@ class _Follower:
         return f"node {self.rank} ({self.host})"
 
 
-class Leader:
-    """The followers of one generation. `on_lost` is called once, with the first loss; `on_drain` whenever a follower
-    says that it was asked to stop."""
+class Leader(nodes_pb2_grpc.NodesServicer):
+    """The followers of one generation, and their gRPC service. `on_lost` is called once, with the first loss;
+    `on_drain` whenever a follower says that it was asked to stop."""
 
     on_lost: Callable[[EngineDied], None]
     on_drain: Callable[[], None]
@@ -82,7 +82,7 @@ class Leader:
 
     # What followers call.
 
-    async def join(self, request: nodes_pb2.JoinNodesRequest) -> nodes_pb2.JoinNodesResponse:
+    async def Join(self, request: nodes_pb2.JoinNodesRequest, context: Context) -> nodes_pb2.JoinNodesResponse:
         """Makes the caller a node of this generation. Raises InvalidState if its settings differ from the leader's,
         Unavailable if this generation ends."""
         self._check(request)
@@ -110,7 +110,7 @@ class Leader:
             what = f"{node} has {request.engine} {request.engine_release}, node 0 {ours}."
             raise InvalidState(what, "install the same release of the same engine on all nodes.")
 
-    async def beat(self, request: nodes_pb2.NodeBeatRequest) -> nodes_pb2.NodeBeatResponse:
+    async def Beat(self, request: nodes_pb2.NodeBeatRequest, context: Context) -> nodes_pb2.NodeBeatResponse:
         """Notes that a follower is alive; answers the order that holds. Raises Fenced for what is no node of this
         generation."""
         follower = self._followers.get(request.node_rank)
@@ -295,23 +295,9 @@ def _nodes(ranks: list[int]) -> str:
     return f"node{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-class NodesServicer(nodes_pb2_grpc.NodesServicer):
-    """Serves one leader."""
-
-    def __init__(self, leader: Leader) -> None:
-        self._leader = leader
-
-    async def Join(self, request: nodes_pb2.JoinNodesRequest, context: Context) -> nodes_pb2.JoinNodesResponse:
-        return await self._leader.join(request)
-
-    async def Beat(self, request: nodes_pb2.NodeBeatRequest, context: Context) -> nodes_pb2.NodeBeatResponse:
-        return await self._leader.beat(request)
-
-
 def servicers(leader: Leader) -> Mapping[str, Callable[[grpc.aio.Server], None]]:
     """The leader's service by its full name, for `millrace.wire.server.Server`."""
-    servicer = NodesServicer(leader)
-    return {"millrace.v1.Nodes": lambda server: nodes_pb2_grpc.add_NodesServicer_to_server(servicer, server)}
+    return {"millrace.v1.Nodes": lambda server: nodes_pb2_grpc.add_NodesServicer_to_server(leader, server)}
 
 
 async def meet(nodes: Leader, replica: FleetMember, stops: asyncio.Queue[int], patience_s: float) -> bool:
