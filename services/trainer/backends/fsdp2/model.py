@@ -144,7 +144,7 @@ def shard_model(
         shard.set_gradient_divide_factor(1.0)
         shard.set_force_sum_reduction_for_comms(True)
     if sharding.compile:
-        _compile(layers, recurrent.layers(stored), of_tower.keys(), torch.device(mesh.device_type))
+        compile_layers(layers, recurrent.layers(stored), of_tower.keys(), torch.device(mesh.device_type))
     module.to_empty(device="cpu" if sharding.offload else mesh.device_type)
     if isinstance(module, PreTrainedModel):
         module.tie_weights()
@@ -154,7 +154,7 @@ def shard_model(
     return module.train()
 
 
-def _compile(layers: list[nn.Module], apart: list[nn.Module], of_tower: Set[int], device: torch.device) -> None:
+def compile_layers(layers: list[nn.Module], apart: list[nn.Module], of_tower: Set[int], device: torch.device) -> None:
     """Compiles the layers, but not those that contain layers of a tower, given by their ids, or such that compute
     sequences apart in buckets: windows of images and buckets change in number from one micro-batch to the next, so they
     would be compiled for each."""

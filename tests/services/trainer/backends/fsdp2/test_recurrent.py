@@ -27,7 +27,7 @@ from services.trainer.backends import build, recurrence
 from services.trainer.backends.fsdp2 import model_check, recurrent
 from services.trainer.backends.fsdp2.adapted import choose_layers
 from services.trainer.backends.fsdp2.flops import active_parameters, sequence_cost
-from services.trainer.backends.fsdp2.model import decoder_layers
+from services.trainer.backends.fsdp2.model import compile_layers, decoder_layers
 from services.trainer.memory.meter import measured
 from services.trainer.protocol.backend import TokenScores
 from services.trainer.protocol.microbatch import MicroBatch, Sample
@@ -145,11 +145,11 @@ ROWS = [(40, 70, 3), (64, 2, 9, 100), (5, 5, 5, 5, 5, 90), (1, 8)]
 
 
 @pytest.fixture(params=["torch", pytest.param("kernel", marks=pytest.mark.matrix)])
-def whole_rows(request: Any, hybrids: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A model whose layers take whole rows. In place of the kernels of a GPU functions of transformers compute each
-    sequence apart, outside the graphs as the kernels are."""
-    model = AutoModelForCausalLM.from_pretrained(hybrids("qwen3_5_text"), attn_implementation="sdpa")
-    file = importlib.import_module(type(recurrent.layers(model)[0]).__module__)
+def whole_rows(request: Any, hybrids: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model folder. Its layers take whole rows and can be compiled, as on a GPU. In place of the kernels functions of
+    transformers compute each sequence apart, outside the graphs as the kernels are."""
+    folder = hybrids("qwen3_5_text")
+    file = importlib.import_module(type(recurrent.layers(AutoModelForCausalLM.from_pretrained(folder))[0]).__module__)
     rule, convolve = file.torch_chunk_gated_delta_rule, file.causal_conv1d_fn
 
     @torch.compiler.disable
@@ -163,15 +163,16 @@ def whole_rows(request: Any, hybrids: Callable[[str], Path], monkeypatch: pytest
 
     @torch.compiler.disable
     def convolution_of_row(row_pc: Any, weight: Any, bias: Any, activation: str, starts: Any) -> torch.Tensor:
-        apart = [convolve(part.t()[None], weight, bias, activation) for part in row_pc.split(starts.diff().tolist())]
+        parts = row_pc.split(starts.diff().tolist())
+        apart = [convolve(part.t()[None], weight, bias, activation=activation) for part in parts]
         return torch.cat(apart, dim=2)[0].t()
 
     monkeypatch.setattr(file, "torch_chunk_gated_delta_rule", recurrence_of_row)
     monkeypatch.setattr(file, "causal_conv1d_fn", convolve)
     monkeypatch.setattr(recurrent, "_kernel", convolution_of_row)
     monkeypatch.setattr(recurrent, "COMPILED", request.param)
-    recurrent.install(model)
-    return model
+    monkeypatch.setattr(recurrent, "takes_rows", lambda found, device: bool(found))
+    return folder
 
 
 def gradient_of(model: Any, scores: torch.Tensor) -> torch.Tensor:
@@ -180,13 +181,15 @@ def gradient_of(model: Any, scores: torch.Tensor) -> torch.Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
-def test_compiled_layers_compute_each_sequence_apart(whole_rows: Any, hybrids: Callable[[str], Path]) -> None:
+def test_compiled_layers_compute_each_sequence_apart(whole_rows: Path) -> None:
     """Scores and gradients of a packed row are those of each sequence alone. What the first row compiled serves rows of
     other lengths and numbers of sequences, and all layers of a kind."""
-    alone = AutoModelForCausalLM.from_pretrained(hybrids("qwen3_5_text"), attn_implementation="eager")
+    apart = AutoModelForCausalLM.from_pretrained(whole_rows, attn_implementation="eager")
+    packed = AutoModelForCausalLM.from_pretrained(whole_rows, attn_implementation="sdpa")
+    recurrent.install(packed)
     torch._dynamo.reset()
     counters.clear()
-    for layer in decoder_layers(whole_rows):
+    for layer in decoder_layers(packed):
         layer.forward = torch.compile(layer.forward, dynamic=True, backend="aot_eager")
     compiled = []
     for number, lengths in enumerate(ROWS):
@@ -194,14 +197,26 @@ def test_compiled_layers_compute_each_sequence_apart(whole_rows: Any, hybrids: C
         starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
         places = torch.cat([torch.arange(length) for length in lengths])
         inputs = {"position_ids": places[None], "use_cache": False, **recurrent.row_inputs(starts, places)}
-        found = whole_rows(input_ids=tokens, **inputs).logits.log_softmax(-1)
-        parts = [alone(input_ids=part, use_cache=False).logits.log_softmax(-1) for part in tokens.split(lengths, dim=1)]
+        found = packed(input_ids=tokens, **inputs).logits.log_softmax(-1)
+        parts = [apart(input_ids=part, use_cache=False).logits.log_softmax(-1) for part in tokens.split(lengths, dim=1)]
         expected = torch.cat(parts, dim=1)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-        mine, theirs = gradient_of(whole_rows, found), gradient_of(alone, expected)
+        mine, theirs = gradient_of(packed, found), gradient_of(apart, expected)
         assert float((mine - theirs).norm()) < 1e-5 * float(theirs.norm())
         compiled.append(counters["stats"]["unique_graphs"])
     assert compiled == compiled[:1] * len(ROWS)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_layers_that_get_buckets_are_not_compiled(
+    hybrids: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    monkeypatch.setattr(recurrent, "takes_rows", lambda found, device: whole)
+    model: Any = AutoModelForCausalLM.from_pretrained(hybrids("qwen3_5_text"))
+    layers = decoder_layers(model)
+    compile_layers(layers, recurrent.layers(model), set(), torch.device("cpu"))
+    compiled = [hasattr(layer.forward, "_torchdynamo_orig_callable") for layer in layers]
+    assert compiled == [whole or kind == "full_attention" for kind in model.config.layer_types]
 
 
 def test_ranks_cannot_share_a_sequence(hybrids: Callable[[str], Path]) -> None:
