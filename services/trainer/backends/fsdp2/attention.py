@@ -9,15 +9,14 @@ micro-batch instead of the squares of its sequences.
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 
-from services.trainer.backends.fsdp2 import recurrent
 from services.trainer.backends.fsdp2.sequence_parallel import HeadExchange, RankTokens
 from services.trainer.backends.recurrence import Segments
 from services.trainer.protocol.microbatch import MicroBatch
@@ -40,18 +39,14 @@ LARGEST_HEAD = 256
 
 
 def model_inputs(
-    attention: str, tokens: RankTokens, device: torch.device, *, apart: Sequence[nn.Module] = ()
+    attention: str, tokens: RankTokens, device: torch.device, *, recurrent: bool = False
 ) -> dict[str, Any]:
-    """Arguments of a model's forward pass for this rank's tokens of a micro-batch. `apart`: the layers of the model
-    that `recurrent.install` made compute each sequence apart, whatever its attention is."""
+    """Arguments of a model's forward pass for this rank's tokens of a micro-batch. `recurrent`: the model has layers
+    that compute each sequence apart, whatever its attention is."""
     inputs = {"input_ids": tokens.tokens_t[None], "position_ids": tokens.places_t[None], "use_cache": False}
     shared = {} if tokens.exchange is None else {"exchange": tokens.exchange}
-    packing = _packing(attention, tokens.whole, device)
-    if apart and recurrent.takes_rows(apart, device):
-        packing |= recurrent.row_inputs(tokens.whole.starts.to(device), tokens.places_t)
-    elif apart and attention != SEGMENTS:
-        packing["segments"] = Segments.of(tokens.whole.lengths, device)
-    return {**inputs, **shared, **packing}
+    apart = {"segments": Segments.of(tokens.whole.lengths, device)} if recurrent and attention != SEGMENTS else {}
+    return {**inputs, **shared, **apart, **_packing(attention, tokens.whole, device)}
 
 
 def _packing(attention: str, batch: MicroBatch, device: torch.device) -> dict[str, Any]:

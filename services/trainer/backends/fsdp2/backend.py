@@ -96,7 +96,7 @@ class Fsdp2Backend(ShardedModel):
         self._merging: published.MergedLayers | None = None
         self._dropout = False
         model: Any = self._policy(spec, config, sharding, options)
-        self._apart = recurrent.layers(model)
+        self._recurrent = bool(recurrent.layers(model))
         self._tower: TowerInputs | None = None
         if spec.data.images is not None:
             with collectives.fail_together():
@@ -242,7 +242,7 @@ class Fsdp2Backend(ShardedModel):
         return head.agrees(scores_2r, expected_2r[0])
 
     def _inputs(self, tokens: RankTokens) -> dict[str, Any]:
-        inputs = attention.model_inputs(self._attention, tokens, self.device, apart=self._apart)
+        inputs = attention.model_inputs(self._attention, tokens, self.device, recurrent=self._recurrent)
         return inputs if self._tower is None else {**inputs, **self._tower.inputs(tokens.whole)}
 
     @property

@@ -78,7 +78,7 @@ class Fsdp2Critic(ShardedModel):
         self.config: Mapping[str, object] = config_changes(config.architectures)
         self._attention, self._rank = sharding.attention, sharding.mesh.get_rank()
         self._sequence = sharding.sequence
-        self._apart = recurrent.layers(module.model)
+        self._recurrent = bool(recurrent.layers(module.model))
         device = torch.device(sharding.mesh.device_type)
         super().__init__(
             module,
@@ -118,7 +118,7 @@ class Fsdp2Critic(ShardedModel):
 
     def _values(self, batch: MicroBatch) -> Tensor:
         tokens = self._sequence.tokens(batch, self._device)
-        inputs = model_inputs(self._attention, tokens, self._device, apart=self._apart)
+        inputs = model_inputs(self._attention, tokens, self._device, recurrent=self._recurrent)
         values_r: Tensor = self._model(tokens.positions_r, **inputs)
         return self._sequence.whole_scores(values_r[None], tokens)[0]
 

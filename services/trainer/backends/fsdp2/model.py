@@ -1,7 +1,7 @@
 """A Hugging Face model sharded over the ranks: built without memory, then filled from its folder."""
 
 import json
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,9 +30,6 @@ FIELD = "model.path"
 _COMPILE_OPTIONS: dict[str, Any] = {"triton.mix_order_reduction": False}
 """Inductor chooses this fusion by the number of tokens: each range of micro-batch sizes would be compiled again, 10 s
 each. The fusion saves about 1 % of an update."""
-_MOST_GRAPHS = 32
-"""Graphs of one function that torch keeps; one that needs more is not compiled. Two kinds of layers of a model share
-their function: each with and without gradients, in policy, reference and critic."""
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -143,8 +140,12 @@ def shard_model(
         # Sums, not means: a loss is divided by the whole batch's counts before it comes here. Gloo knows only sums.
         shard.set_gradient_divide_factor(1.0)
         shard.set_force_sum_reduction_for_comms(True)
-    if sharding.compile:
-        compile_layers(layers, recurrent.layers(stored), of_tower.keys(), torch.device(mesh.device_type))
+    # Buckets of sequences and windows of images change in number from one micro-batch to the next: such a layer would
+    # be compiled for each.
+    apart = {id(part) for part in recurrent.layers(stored)} | of_tower.keys()
+    compiled = [layer for layer in layers if not any(id(part) in apart for part in layer.modules())]
+    for layer in compiled if sharding.compile else ():
+        layer.forward = torch.compile(layer.forward, dynamic=True, options=_COMPILE_OPTIONS)  # inside FSDP's hooks
     module.to_empty(device="cpu" if sharding.offload else mesh.device_type)
     if isinstance(module, PreTrainedModel):
         module.tie_weights()
@@ -152,19 +153,6 @@ def shard_model(
     with collectives.fail_together():
         fill_rest(module)
     return module.train()
-
-
-def compile_layers(layers: list[nn.Module], apart: list[nn.Module], of_tower: Set[int], device: torch.device) -> None:
-    """Compiles the layers, but not those that contain layers of a tower, given by their ids, or such that compute
-    sequences apart in buckets: windows of images and buckets change in number from one micro-batch to the next, so they
-    would be compiled for each."""
-    if apart and recurrent.takes_rows(apart, device):
-        torch._dynamo.config.recompile_limit = max(_MOST_GRAPHS, torch._dynamo.config.recompile_limit)
-        apart = []
-    changing = {id(part) for part in apart} | of_tower
-    for layer in layers:
-        if not any(id(part) in changing for part in layer.modules()):
-            layer.forward = torch.compile(layer.forward, dynamic=True, options=_COMPILE_OPTIONS)  # inside FSDP's hooks
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:

@@ -119,7 +119,7 @@ def _compare(kind: type[PreTrainedModel], config: PreTrainedConfig, implementati
         batch = MicroBatch((0,), LENGTHS, tuple(length - 1 for length in LENGTHS), tokens)
         cpu = torch.device("cpu")
         inputs = attention.model_inputs(
-            INPUTS.get(implementation, implementation), SequenceGroup().tokens(batch, cpu), cpu, apart=apart
+            INPUTS.get(implementation, implementation), SequenceGroup().tokens(batch, cpu), cpu, recurrent=apart
         )
         left_out.clear()
         found = _run(packed.train(), [inputs])
