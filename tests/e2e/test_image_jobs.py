@@ -46,6 +46,7 @@ LORA = {"rank": 8, "alpha": 16}
 TOWER = {"train_tower": True}
 TENSOR = {"backend": "megatron", "backend_options": {"tensor_parallel": 2}}
 PIPELINE = {"backend": "megatron", "backend_options": {"pipeline_parallel": 2, "first_stage_layers": 1}}
+DEEPSTACK = {"backend": "megatron", "backend_options": {"pipeline_parallel": 2, "first_stage_layers": 2}}
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,8 @@ PIPELINE = {"backend": "megatron", "backend_options": {"pipeline_parallel": 2, "
         (None, "qwen2_5_vl", TENSOR),
         (LORA, "qwen2_5_vl", PIPELINE),
         (None, "qwen3_5", PIPELINE),
+        (None, "qwen3_vl", TENSOR),
+        (LORA, "qwen3_vl", DEEPSTACK),
     ],
 )
 def test_images_are_trained_and_bad_ones_cost_their_rows(start, job, tmp_path, lora, kind, trainer):

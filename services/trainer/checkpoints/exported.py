@@ -62,23 +62,22 @@ class Exported:
 
     def _trained(self) -> Iterator[tuple[str, Tensor]]:
         """Checkpoints of FSDP2 have the tensors as the transformers module does (all experts of a layer in one), those
-        of Megatron as the folder does."""
-        stored, dtype = self.stored, self.dtype
-        left = {name.removeprefix(WEIGHTS) for name in stored.names if name.startswith(WEIGHTS)}
+        of Megatron as the folder does, but for the place of a language model in a larger one."""
+        stored, dtype, in_folder = self.stored, self.dtype, huggingface.names_in(self.folder, self.weights)
+        left = {in_folder(name.removeprefix(WEIGHTS)): name for name in stored.names if name.startswith(WEIGHTS)}
         untrained: dict[str, tuple[tuple[int, ...], str]] = {}
         if (module := empty_module(self.folder, self.trust)) is not None:
             for name, like in stored_tensors(module):
-                trained, kept = name in left, published_dtype(module, name, dtype)
-                left.discard(name)
-                for piece, part in pieces(module, name, stored.whole(WEIGHTS + name) if trained else like).items():
-                    if trained or piece in left:
-                        left.discard(piece)
-                        values = part if trained else stored.whole(WEIGHTS + piece)
+                trained, kept = left.pop(in_folder(name), None), published_dtype(module, name, dtype)
+                for piece, part in pieces(module, name, like if trained is None else stored.whole(trained)).items():
+                    alone = left.pop(in_folder(piece), None)
+                    if trained is not None or alone is not None:
+                        values = part if alone is None else stored.whole(alone)
                         yield piece, values.to(getattr(torch, kept)).contiguous()
                     else:
                         untrained[piece] = (tuple(part.shape), kept)
         for name in sorted(left):
-            yield name, stored.whole(WEIGHTS + name).to(getattr(torch, dtype))
+            yield name, stored.whole(left[name]).to(getattr(torch, dtype))
         with ModelFiles(self.folder, self.weights) as files:
             for name, (extent, kept) in untrained.items():
                 yield name, files.slice_of(name, extent)[:].to(getattr(torch, kept))
