@@ -98,15 +98,15 @@ class Description:
 
     @classmethod
     def read(cls, folder: Path) -> "Description | None":
-        """The description in a checkpoint's folder; None if there is none of this format."""
+        """The description in a checkpoint's folder; None if there is none of this format, or a field is missing."""
+        older = {"kl_coefficient": None, "model_folder": ""}
         try:
             found = json.loads((folder / FILE).read_text())
-        except (OSError, ValueError):
+            if found["format"] != FORMAT:
+                return None
+            return cls(**older | {one.name: found[one.name] for one in fields(cls) if one.name in found})
+        except (OSError, ValueError, TypeError, KeyError):
             return None
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            return None
-        older = {"kl_coefficient": None, "model_folder": ""}
-        return cls(**older | {one.name: found[one.name] for one in fields(cls) if one.name in found})
 
 
 PARTIAL = ".partial"
