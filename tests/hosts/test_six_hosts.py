@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.chaos.invariants import Terms
-from millrace.demo.run import MARGIN, prepared
+from millrace.demo.run import MARGIN, Run
 from millrace.demo.tasks import TRAIN
 from millrace.ids import JobId
 from tests.hosts import faults
@@ -34,7 +34,7 @@ ALL = (
 
 def demo_job(folder: Path, backend: str, options: dict[str, Any]) -> dict[str, Any]:
     """The demo's job without an end, with checkpoints and evaluations on the way."""
-    tree = prepared(folder, SEED, steps=100_000, backend=backend).model_dump(mode="json")
+    tree = Run(folder, SEED, 100_000, backend).prepared().model_dump(mode="json")
     tree["schedule"]["save_every_steps"] = 5
     tree["evaluation"]["every_steps"] = 10
     tree["trainer"]["backend_options"] |= options

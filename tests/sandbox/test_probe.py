@@ -12,11 +12,12 @@ from millrace.sandbox.probe import missing
 
 FORBIDDEN = """
 import json
+from dataclasses import asdict
 from millrace.cli import doctor as probes
 from tests.services.rollout.scoring.hostile_replica import become, forbid_namespaces
 if USER: become(USER)
 forbid_namespaces()
-print(json.dumps(probes.sandbox().to_dict()))
+print(json.dumps(asdict(probes.sandbox())))
 """
 
 
