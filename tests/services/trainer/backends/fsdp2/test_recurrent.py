@@ -79,7 +79,8 @@ def check_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Te
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():
         size = max(float(gradient.abs().max()), 0.01 * largest)
-        torch.testing.assert_close(found[name], gradient, atol=CLOSE * size, rtol=CLOSE)
+        close = {"atol": CLOSE * size, "rtol": CLOSE}
+        torch.testing.assert_close(found[name], gradient, **close, msg=lambda told, at=name: f"{at}: {told}")
 
 
 def one_pass(backend: Any, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

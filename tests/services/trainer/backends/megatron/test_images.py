@@ -23,6 +23,7 @@ from millrace.memory.shape import decoder_shape
 from millrace.towers import MOST_KEPT
 from tests.image_models import KINDS, opened_model, save_image_model, trained_part
 from tests.services.trainer.backends.fsdp2.test_images import CLOSE, alone, drawn, with_saved_adapter
+from tests.services.trainer.backends.fsdp2.test_recurrent import check_gradients
 from tests.services.trainer.backends.megatron.launch import launch, once
 from tests.services.trainer.backends.megatron.on_ranks import image_job
 
@@ -132,10 +133,7 @@ def test_packed_is_what_each_is_alone(
     assert answers[name]["logprobs"] == answers[name]["reference"]
     passed = load_file(folder / f"{name}.safetensors")
     in_folder = {name.replace("model.language_model.", "model."): each for name, each in gradients.items()}
-    assert passed.keys() == in_folder.keys()
-    for tensor, gradient in in_folder.items():
-        close = {"atol": CLOSE * float(gradient.abs().max()), "rtol": CLOSE}
-        torch.testing.assert_close(passed[tensor], gradient, **close, msg=lambda told, at=tensor: f"{at}: {told}")
+    check_gradients(passed, in_folder)
 
 
 def check_adapter(answer: dict[str, Any], files: Path, folder: Path) -> None:
