@@ -70,7 +70,7 @@ class Script(FleetServicer, WorkServicer):
         await asyncio.to_thread(self.hold.wait)
         for prompt in request.prompt_ids:
             if prompt not in self.groups:
-                await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no group of prompt {prompt}.")
+                raise NotFound(f"there is no group of prompt {prompt}.", "ask for one that there is.")
             yield self.groups[prompt]
 
 
