@@ -18,21 +18,39 @@ MOST_REPLICAS = 64
 MOST_COORDINATORS = 4
 MOST_STANDBYS = 4
 STATE = Path("state")
+ReplicasOption = Annotated[
+    str, typer.Option(help="Rollout replicas; MIN:MAX: the coordinator scales them.", metavar="N or MIN:MAX")
+]
+PythonOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="ENGINE=PATH", help="Python interpreter for replicas of an engine. Can be repeated."),
+]
+StandbyTrainersOption = Annotated[
+    int,
+    typer.Option(
+        help="Trainers that hold the job and its newest state, to go on within seconds. Each has --ranks ranks.",
+        min=0,
+        max=MOST_STANDBYS,
+    ),
+]
+CoordinatorsOption = Annotated[
+    int,
+    typer.Option(help="Coordinators: one leads, the others stand by, at the next ports.", min=1, max=MOST_COORDINATORS),
+]
+StateOption = Annotated[
+    Path,
+    typer.Option(help="Folder for data and logs. A stack that is started on it again continues from there."),
+]
 
 
 def up(
     context: typer.Context,
-    replicas: Annotated[
-        str, typer.Option(help="Rollout replicas; MIN:MAX: the coordinator scales them.", metavar="N or MIN:MAX")
-    ] = "1",
+    replicas: ReplicasOption = "1",
     ranks: Annotated[int, typer.Option(help="Number of trainer ranks.", min=1, max=64)] = 1,
     engine: Annotated[
         str, typer.Option(help=f"Of the replicas: {', '.join(ENGINE_NAMES)}; or several with commas.")
     ] = "vllm",
-    python: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ENGINE=PATH", help="Python interpreter for replicas of an engine. Can be repeated."),
-    ] = None,
+    python: PythonOption = None,
     gpus_per_replica: Annotated[int, typer.Option(help="For engines that use several GPUs.", min=1)] = 1,
     share_gpus: Annotated[
         bool, typer.Option(help="Share GPUs if there are too few. The engines have to leave memory free.")
@@ -41,24 +59,9 @@ def up(
     standby: Annotated[
         bool, typer.Option(help="Keep a second trainer process that has imported everything, about 0.4 GB.")
     ] = True,
-    standby_trainers: Annotated[
-        int,
-        typer.Option(
-            help="Trainers that hold the job and its newest state, to go on within seconds. Each has --ranks ranks.",
-            min=0,
-            max=MOST_STANDBYS,
-        ),
-    ] = 0,
-    coordinators: Annotated[
-        int,
-        typer.Option(
-            help="Coordinators: one leads, the others stand by, at the next ports.", min=1, max=MOST_COORDINATORS
-        ),
-    ] = 1,
-    state: Annotated[
-        Path,
-        typer.Option(help="Folder for data and logs. A stack that is started on it again continues from there."),
-    ] = STATE,
+    standby_trainers: StandbyTrainersOption = 0,
+    coordinators: CoordinatorsOption = 1,
+    state: StateOption = STATE,
     http_host: Annotated[str, typer.Option(help="Address of the REST API; 0.0.0.0 allows other hosts.")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="Port of the REST API; 0: a free port.")] = 7700,
     grpc_port: Annotated[int, typer.Option(help="Port at which the fleet registers; 0: a free port.")] = 7600,
