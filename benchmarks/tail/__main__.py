@@ -41,7 +41,8 @@ FULL = 4
 """`max_staleness` of the job that keeps the engine full."""
 WARM = 3
 TOKEN_BUDGET = 768
-"""Of a micro-batch: a few make a step, as in jobs of the usual size. A streaming step begins when one is full."""
+"""Tokens of a micro-batch: a few of them make a step, as in jobs of the usual size. A streaming step begins when one is
+full."""
 SPANS_S = 20.0
 """How long it is waited for the spans of a job's last steps."""
 TOLD = (
@@ -83,7 +84,7 @@ DEFAULTS = [
         ],
     ),
 ]
-"""By `max_staleness`."""
+"""Their names begin with `max_staleness`."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 OUTER = ("module.", "app.", "state.")
 """Beginnings of names that a wrapped module or a program's own state dict adds."""
 TWICE = "model.model."
-"""Where the state dict of a language model is stored as `model`."""
+"""Names begin so if the state dict of a language model is stored as `model`."""
 OTHERS = ("optim", "lr_scheduler", "scheduler", "train_state", "dataloader", "rng")
 """Beginnings of keys that are not the model's."""
 

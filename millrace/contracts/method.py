@@ -15,7 +15,7 @@ PACKAGE = "millrace.v1"
 
 
 class _Method(Generic[Request, Response]):
-    """Its service and name are those of the class and of the attribute that it is given to: `FleetRpc.Register`."""
+    """The class and the attribute that hold a method name its service and itself: `FleetRpc.Register`."""
 
     def __init__(self, request: type[Request], response: type[Response]) -> None:
         self.request, self.response = request, response

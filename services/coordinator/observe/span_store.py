@@ -54,9 +54,9 @@ class SpanStore:
         self._running = running
         self._recorder = recorder
         self._places: dict[str, Place] = {}
-        """By partition the job of the last spans: a job's last ones come after its end."""
+        """The job of the last spans, by partition: a job's last spans come after its end."""
         self._waiting: dict[str, deque[tuple[bytes, int]]] = {}
-        """By partition."""
+        """Batches that wait to be stored, with their numbers of spans, by partition."""
         self._bytes: Counter[Place] = Counter()
 
     def received(self, partition: str, batch: bytes, count: int) -> None:

@@ -37,7 +37,7 @@ class Claim:
     """A running job and its replicas."""
 
     place: str
-    """Its partition."""
+    """The partition of the job."""
     share: float
     replicas: int
     """Replicas that work in its partition."""

@@ -155,7 +155,7 @@ class JobRecord:
     preempt: int = 0
     """1: while it waits for its turn, jobs of a lower priority give way to it."""
     share: float = 1.0
-    """Its share of the replicas that running jobs share, in relation to the others'."""
+    """The job's share of the replicas that running jobs share, in relation to the shares of the others."""
     started_step: int = 0
     """Steps that were trained when it started last."""
     gave_way: str = ""
