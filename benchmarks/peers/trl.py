@@ -11,15 +11,16 @@ No activation is computed again. `server` pads its micro-batches to their longes
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.peers.work import ANSWER_TOKENS, ANSWERS, CONTEXT, LEARNING_RATE, PROMPTS, TOKEN_BUDGET, figures
 
 CASES = ("server", "async")
 PORT = 8765
@@ -49,29 +50,13 @@ def run_trl(work: Path, case: str, steps: int, limit_s: float, more: Sequence[st
     rows = [json.loads(line[5:]) for line in log.read_text(errors="replace").splitlines() if line.startswith("STEP ")]
     if len(rows) < 3:
         return {"system": "trl", "case": case, "failure": log.read_text(errors="replace")[-4000:]}
-    return row(case, rows, time.time() - (time.monotonic() - begun))
-
-
-def row(case: str, rows: Sequence[Mapping[str, float]], begun_s: float) -> dict[str, Any]:
-    later = rows[2:] if len(rows) > 4 else rows[1:]
-    before = rows[rows.index(later[0]) - 1]
-    between = [each["time_s"] - last["time_s"] for last, each in zip([before, *later], later, strict=False)]
-    return {
-        "system": "trl",
-        "case": case,
-        "steps": len(rows),
-        "first_step_s": round(rows[0]["time_s"] - begun_s, 1),
-        "step_s": [round(seconds, 2) for seconds in between],
-        "mean_step_s": round(statistics.fmean(between), 2),
-        "tokens_a_second": round(sum(each["tokens"] for each in later) / sum(between)),
-        "of": {name: statistics.fmean(each[name] for each in later) for name in SHOWN if name in later[0]},
-    }
+    began_s = time.time() - (time.monotonic() - begun)
+    seen = {step: (each["time_s"] - began_s, each) for step, each in enumerate(rows, 1)}
+    return {"system": "trl", "case": case, **figures(seen, tuple(SHOWN))}
 
 
 def serving(work: Path) -> list[str]:
     """The command of vLLM's server, with the flags that TRL's documentation gives it."""
-    from benchmarks.peers.work import CONTEXT
-
     return [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(work / "model")),
         *("--host", "127.0.0.1", "--port", str(PORT), "--gpu-memory-utilization", "0.8"),
@@ -129,16 +114,14 @@ def train(work: Path, case: str, steps: int, more: Sequence[str]) -> None:
     from datasets import load_dataset
     from transformers import AutoTokenizer, TrainerCallback
 
-    from benchmarks.peers.work import ANSWER_TOKENS, ANSWERS, LEARNING_RATE, PROMPTS, TOKEN_BUDGET
-
     class Told(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:
+            # A progress bar may end without a new line before what is printed here.
             found = {name: float(logs[theirs]) for name, theirs in SHOWN.items() if theirs in (logs or {})}
             if not found:
                 print("LOG", json.dumps(logs), flush=True)
                 return
-            tokens = PROMPTS * ANSWERS * found["response_length/mean"]
-            print("STEP", json.dumps({"time_s": time.time(), "tokens": tokens, **found}), flush=True)
+            print("\nSTEP", json.dumps({"time_s": time.time(), **found}), flush=True)
 
     common: dict[str, Any] = {
         "output_dir": str(work / f"trl-output-{time.time_ns()}"),
