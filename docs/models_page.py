@@ -3,13 +3,19 @@
 It comes from the tables of the backends and engines, and from `FAMILIES`, which names the tests.
 """
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from millrace.data.pictures import MODELS
 from millrace.engines.vllm import (
+    ASSUMED,
     EQUAL_ON_CPU,
+    IGNORED,
     IN_TURNS,
     IN_TURNS_WITH_IMAGES,
+    NO_WINDOWS,
     NORMALISED,
     SHIFTED_WINDOWS,
     TOWER_THETA,
@@ -190,16 +196,26 @@ def _unequal() -> str:
     """The table of what vLLM computes otherwise than transformers."""
     windows = "in texts longer than `sliding_window`: vLLM's windows have one token more"
     axes = "without `mrope_section` and `mrope_interleaved: true`, or with a `rope_type` of its own"
-    rows = {
-        _names(SHIFTED_WINDOWS): windows,
-        "`deepseek_v2`": "with `topk_method: greedy` and several groups of experts",
-        _names(IN_TURNS): axes,
-        _names(IN_TURNS_WITH_IMAGES): f"in jobs with images, {axes}",
-        _names(tuple(NORMALISED)): "with `norm_topk_prob: false`; Qwen3-VL also without the entry",
-        "all with a tower": f"in jobs with images, with another `rope_theta` than {TOWER_THETA:g} in `vision_config`",
-    }
-    rows |= {f"`{name}`": reason for name, reason in {**UNEQUAL, **UNEQUAL_ON_CPU}.items()}
-    return "\n".join(["| model type | what is not equal |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows.items())])
+    entries = {kind: {**ASSUMED.get(kind, {}), **IGNORED.get(kind, {})} for kind in {*ASSUMED, *IGNORED}}
+    rows = [
+        (_names(SHIFTED_WINDOWS), windows),
+        (_names(NO_WINDOWS), "with a `sliding_window`, in texts longer than it: transformers has none in these models"),
+        ("`qwen2_moe`", "with `use_sliding_window: true`, in texts longer than `sliding_window`"),
+        ("`ministral3`", "with a `llama_4_scaling_beta`, in texts longer than `original_max_position_embeddings`"),
+        *((f"`{kind}`", f"with another entry than {_entries(given)}") for kind, given in sorted(entries.items())),
+        ("`deepseek_v2`", "with `topk_method: greedy` and several groups of experts"),
+        (_names(IN_TURNS), axes),
+        (_names(IN_TURNS_WITH_IMAGES), f"in jobs with images, {axes}"),
+        (_names(tuple(NORMALISED)), "with `norm_topk_prob: false`; Qwen3-VL also without the entry"),
+        ("all with a tower", f"in jobs with images, with another `rope_theta` than {TOWER_THETA:g} in `vision_config`"),
+        *((f"`{name}`", reason) for name, reason in {**UNEQUAL, **UNEQUAL_ON_CPU}.items()),
+    ]
+    return "\n".join(["| model type | what is not equal |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)])
+
+
+def _entries(given: Mapping[str, Any]) -> str:
+    """Entries of a config as JSON."""
+    return ", ".join(f"`{name}: {json.dumps(value)}`" for name, value in given.items())
 
 
 def _names(names: object) -> str:

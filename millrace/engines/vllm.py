@@ -47,6 +47,31 @@ IN_TURNS_WITH_IMAGES = ("qwen3_5_text", "qwen3_5_moe_text")
 NORMALISED: Mapping[str, bool] = {"qwen3_vl_moe_text": False, "qwen3_5_moe_text": True}
 """Model types whose weights of a token's experts transformers normalises to the sum 1 whatever the config says; for
 each whether vLLM does so if the config says nothing."""
+ASSUMED: Mapping[str, Mapping[str, Any]] = {
+    "cohere": {"hidden_act": "silu"},
+    "deepseek_v3": {"rope_interleave": True},
+    "granitemoe": {"hidden_act": "silu"},
+    "mixtral": {"hidden_act": "silu"},
+    "olmoe": {"norm_topk_prob": False, "clip_qkv": None, "rms_norm_eps": 1e-5, "hidden_act": "silu"},
+    "stablelm": {"hidden_act": "silu"},
+}
+"""For each model type the entries of a config that vLLM does not read and transformers follows, with the value that
+vLLM computes with. It is also transformers' default."""
+IGNORED: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v2": {"norm_topk_prob": False},
+    "deepseek_v3": {"scoring_func": "sigmoid"},
+}
+"""For each model type the entries that vLLM follows and transformers does not read, with the value that transformers
+computes with."""
+VLLM_DEFAULTS: Mapping[str, Any] = {"scoring_func": "softmax"}
+"""What vLLM takes for missing entries of `IGNORED`, where that is not what transformers computes with."""
+_NO_WINDOWS = """
+    arcee cohere ernie4_5 gemma glm glm4 gpt_neox granite granitemoe granitemoeshared helium hyperclovax llama nemotron
+    olmo olmo2 seed_oss stablelm"""
+NO_WINDOWS = frozenset(_NO_WINDOWS.split())
+"""Model types without windows in transformers. vLLM gives every layer the window that a config of them states."""
+LLAMA_4_SCALING: Mapping[str, Any] = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384}
+"""What transformers takes for a Ministral 3 whose config has no settings of rotary positions."""
 UNEQUAL: Mapping[str, str] = {
     "gemma3n_text": "vLLM computes a tiny model of it 0.7 nats from transformers",
     "moshi": "vLLM computes a tiny model of it 4.2 nats from transformers",
@@ -70,6 +95,8 @@ def unequal(config: Mapping[str, Any], longest: int, *, on_cpu: bool, images: bo
         return f"vLLM's windows of {kind} have one token more than transformers', {window + 1}"
     if kind == "deepseek_v2" and config.get("topk_method") == "greedy" and (config.get("n_group") or 1) > 1:
         return "vLLM chooses experts by groups although its topk_method is greedy"
+    if reason := _other_entries(kind, config) or _other_lengths(kind, config, longest):
+        return reason
     if kind in NORMALISED and not config.get("norm_topk_prob", NORMALISED[kind]):
         return "vLLM normalises the weights of a token's experts, as transformers does, only with norm_topk_prob: true"
     in_turns = kind in IN_TURNS or (images and kind in IN_TURNS_WITH_IMAGES)
@@ -78,6 +105,35 @@ def unequal(config: Mapping[str, Any], longest: int, *, on_cpu: bool, images: bo
     if images and (theta := _tower_theta(config)) != TOWER_THETA:
         return f"vLLM turns patches of images with a rope_theta of {TOWER_THETA:g}, and vision_config has {theta}"
     return UNEQUAL.get(kind) or (UNEQUAL_ON_CPU.get(kind, "") if on_cpu else "")
+
+
+def _other_entries(kind: str, config: Mapping[str, Any]) -> str:
+    """The first entry that one of vLLM and transformers follows and the other one does not; empty if there is none."""
+    for name, value in ASSUMED.get(kind, {}).items():
+        if (stated := config.get(name, value)) != value:
+            return f"vLLM does not follow {name} = {stated!r}: it computes {kind} with {value!r}"
+    for name, value in IGNORED.get(kind, {}).items():
+        if (stated := config.get(name, VLLM_DEFAULTS.get(name, value))) != value:
+            return f"vLLM takes {name} = {stated!r}, and transformers computes {kind} with {value!r} whatever it is"
+    return ""
+
+
+def _other_lengths(kind: str, config: Mapping[str, Any], longest: int) -> str:
+    """Why texts of up to `longest` tokens are too long to be computed as in transformers; empty if they are not."""
+    window = config.get("sliding_window")
+    if kind in NO_WINDOWS and not config.get("layer_types") and isinstance(window, int) and 0 < window < longest:
+        return f"vLLM computes it with its sliding_window of {window} tokens, and transformers with full attention"
+    if kind == "qwen2_moe" and config.get("use_sliding_window") and longest > (window or 4096):
+        return "vLLM computes the layers that have a sliding window in transformers with full attention"
+    if kind == "ministral3" and not config.get("llama_4_scaling"):
+        rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or LLAMA_4_SCALING
+        limit = rope.get("original_max_position_embeddings")
+        if rope.get("llama_4_scaling_beta") and isinstance(limit, int) and longest > limit:
+            return (
+                f"from token {limit} on transformers scales queries by the llama_4_scaling_beta of rope_parameters, "
+                "and vLLM does not"
+            )
+    return ""
 
 
 def _tower_theta(config: Mapping[str, Any]) -> Any:

@@ -49,12 +49,34 @@ def test_the_tables_are_what_is_measured(model_type: str, tmp_path: Path) -> Non
     check(model_type, tmp_path)
 
 
+SHORT = "original_max_position_embeddings"
+SCALED = {"rope_type": "yarn", "factor": 16.0, "llama_4_scaling_beta": 0.1}
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
         ({"model_type": "cohere2", "sliding_window": 399}, "one token more than transformers', 400"),
         ({"model_type": "cohere2", "sliding_window": 400}, ""),
         ({"model_type": "deepseek_v2", "topk_method": "greedy", "n_group": 8}, "experts by groups"),
+        (
+            {"model_type": "deepseek_v2", "norm_topk_prob": True},
+            "norm_topk_prob = True, and transformers .* with False",
+        ),
+        ({"model_type": "deepseek_v3"}, "takes scoring_func = 'softmax', and transformers .* with 'sigmoid'"),
+        ({"model_type": "deepseek_v3", "rope_interleave": False}, "does not follow rope_interleave = False"),
+        ({"model_type": "olmoe", "norm_topk_prob": True}, "does not follow norm_topk_prob = True"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "does not follow clip_qkv = 8.0"),
+        ({"model_type": "mixtral", "hidden_act": "gelu"}, "does not follow hidden_act = 'gelu'"),
+        ({"model_type": "llama", "sliding_window": 399}, "with its sliding_window of 399 tokens"),
+        ({"model_type": "llama", "sliding_window": 400}, ""),
+        ({"model_type": "qwen2_moe", "use_sliding_window": True, "sliding_window": 99}, "with full attention"),
+        ({"model_type": "qwen2_moe", "use_sliding_window": False, "sliding_window": 99}, ""),
+        (
+            {"model_type": "ministral3", "rope_parameters": {**SCALED, SHORT: 399}},
+            "from token 399 on .* llama_4_scaling",
+        ),
+        ({"model_type": "ministral3", "rope_parameters": {**SCALED, SHORT: 400}}, ""),
         ({"model_type": "ernie4_5_moe"}, "without their e_score_correction_bias"),
         ({"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}}, "nats from transformers"),
     ],
