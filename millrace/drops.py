@@ -76,11 +76,11 @@ def all_equal(rewards: Sequence[float]) -> bool:
     return bool(equal(min(rewards), max(rewards)))
 
 
-def without_signal(rewards: Sequence[float]) -> Drop | None:
+def without_signal(rewards: Sequence[float], *others: Sequence[float]) -> Drop | None:
     """Dynamic sampling: a group whose rewards are all equal is dropped, as every advantage in it is 0. None if the
-    group is kept."""
+    group is kept. `others`: further rewards of each sample, where advantages compare several one by one."""
     if not rewards:
         return Drop(DropReason.NO_SIGNAL, "no sample was scored")
-    if not all_equal(rewards):
+    if not all(map(all_equal, (rewards, *others))):
         return None
     return Drop(DropReason.NO_SIGNAL, f"all {len(rewards)} rewards are {max(rewards):g}")

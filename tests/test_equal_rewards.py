@@ -33,6 +33,11 @@ def test_one_rule_decides_what_is_equal(size):
         assert bool(groups.are_equal(tensor).all()) == bool((groups.centred(tensor, "zero") == 0).all()) == alike
 
 
+def test_one_of_several_rewards_is_a_signal():
+    assert without_signal([1.0, 1.0], [0.0, 1.0], [1.0, 0.0]) is None
+    assert without_signal([1.0, 1.0], [0.5, 0.5]) == Drop(DropReason.NO_SIGNAL, "all 2 rewards are 1")
+
+
 def test_groups_with_signal_are_kept():
     assert without_signal([0.0, 1.0, 0.0]) is None
     assert without_signal([0.2, 0.2001]) is None

@@ -1,6 +1,7 @@
 """Which passes over its tokens a step makes: the trainer makes them, and the planner counts them. And whether the
-trainer can begin with a part of a step's groups."""
+trainer can begin with a part of a step's groups, and which rewards its advantages compare."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from millrace.backends import BACKENDS
@@ -57,6 +58,13 @@ def passes_of(spec: JobSpec, *, updates: int, policy_is_trained: bool = True) ->
         sum_pi_squared=squares,
         entropies=entropies,
     )
+
+
+def compared_rewards(spec: JobSpec) -> Sequence[str]:
+    """Names of the separate rewards that the advantage compares within a group, as in `reward.parts`; none if it
+    compares the reward."""
+    inputs = find(AlgorithmKind.ADVANTAGE, spec.algorithm.advantage.name).inputs
+    return spec.reward.parts if "rewards_bk" in inputs else ()
 
 
 def why_not_streaming(spec: JobSpec) -> str:

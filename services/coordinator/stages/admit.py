@@ -7,6 +7,7 @@ from millrace import events
 from millrace.drops import DropReason, without_signal
 from millrace.errors import InvalidState
 from millrace.ids import LeaseId, PromptId, Version
+from millrace.spec.passes import compared_rewards
 from millrace.spec.schedule import Schedule
 from millrace.telemetry.spans.kinds import SpanKind
 from services.coordinator.observe.step_metrics import Fate
@@ -71,11 +72,12 @@ async def _look(run: Run, gathered: Gathered) -> None:
     unseen, gathered.last = await run.prompts.generated(gathered.last)
     late: list[PromptId] = []
     equal: list[PromptId] = []
+    compared = compared_rewards(run.spec)
     for summary in await run.prompts.summaries(unseen):
         if is_late(summary, run.job.version, run.spec.schedule):
             late.append(summary.prompt_id)
             run.lengths.add(summary, Fate.TOO_STALE)
-        elif run.spec.algorithm.drop_groups_without_signal and without_signal(summary.rewards):
+        elif run.spec.algorithm.drop_groups_without_signal and without_signal(*summary.compared(compared)):
             equal.append(summary.prompt_id)
             run.lengths.add(summary, Fate.WITHOUT_SIGNAL)
         else:

@@ -153,6 +153,12 @@ class GroupSummary:
             newest=[max(span.version for span in t.versions) for t in group.trajectories] if partial else None,
         )
 
+    def compared(self, names: Sequence[str]) -> list[list[float]]:
+        """The rewards of the episodes that advantages compare: those with these names, of which `score` is the reward;
+        without names the reward alone."""
+        parts = {**(self.parts or {}), "score": self.rewards}
+        return [parts.get(name, self.rewards) for name in names or ("score",)]
+
     @property
     def lengths(self) -> list[int]:
         """Tokens of each trajectory, prompt and response."""
