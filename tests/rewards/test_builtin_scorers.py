@@ -1,12 +1,15 @@
 """The built-in scorers against answers worked out by hand."""
 
 import json
+from typing import Any
 
 import pytest
 
 from millrace.data import open_source
 from millrace.rewards import load
-from millrace.rewards.reasoning_gym import KEY, TASKS, create, pack, unpack
+from tests.later import Later
+
+reasoning_gym: Any = Later("millrace.rewards.reasoning_gym")
 
 # Tasks whose gold answer is only an example or none at all: their scorer gives it 0.
 NO_GOLD = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
@@ -93,22 +96,28 @@ def test_format_takes_another_pattern() -> None:
     assert score("format", "a\nb", None, pattern="a.b") == 1.0
 
 
-@pytest.mark.parametrize("task", sorted(set(TASKS) - {"composite"}))
-def test_every_reasoning_gym_task_scores_the_same_after_a_trip_through_json(task: str) -> None:
-    data_set = create(task, {"seed": 7, "size": 2})
+def test_every_reasoning_gym_task_scores_the_same_after_a_trip_through_json() -> None:
+    tasks = sorted(set(reasoning_gym.TASKS) - {"composite"})
+    assert len(tasks) > 90
+    for task in tasks:
+        check_task(task)
+
+
+def check_task(task: str) -> None:
+    data_set = reasoning_gym.create(task, {"seed": 7, "size": 2})
     row = open_source(procedural=f"reasoning_gym:{task}", procedural_options={"seed": 7, "size": 2})[1]
     entry = data_set[1]
     extra_info = json.loads(json.dumps(row.extra_info))
-    assert unpack(extra_info[KEY]["entry"]) == entry
+    assert reasoning_gym.unpack(extra_info[reasoning_gym.KEY]["entry"]) == entry, task
     for answer in [a for a in (entry["answer"], "7 x [wrong", "0") if a]:
         try:
             direct = data_set.score_answer(answer, entry)
         except (TypeError, ValueError):
             direct = 0.0  # Some scorers raise at an answer that they cannot parse.
-        assert score("reasoning_gym", answer, row.ground_truth, extra_info, tag=None) == direct
+        assert score("reasoning_gym", answer, row.ground_truth, extra_info, tag=None) == direct, task
     if entry["answer"] and task not in NO_GOLD:
         tagged = f"<answer>no</answer> rather <answer>{entry['answer']}</answer>"
-        assert score("reasoning_gym", tagged, row.ground_truth, extra_info) == 1.0
+        assert score("reasoning_gym", tagged, row.ground_truth, extra_info) == 1.0, task
 
 
 def test_an_answer_that_a_task_cannot_parse_is_wrong() -> None:
@@ -128,8 +137,8 @@ def test_reasoning_gym_needs_the_tag_and_the_entry() -> None:
 
 def test_packing_keeps_what_json_loses() -> None:
     value = {"a": (1, (2,)), "b": {3: "x", (0, 1): {4, 5}}, "c": [None, True, 1.5], "__tuple__": 9}
-    restored = unpack(json.loads(json.dumps(pack(value))))
+    restored = reasoning_gym.unpack(json.loads(json.dumps(reasoning_gym.pack(value))))
     assert restored == value
     assert type(restored["a"]) is tuple and type(restored["c"][1]) is bool
     with pytest.raises(TypeError, match="object"):
-        pack({"a": object()})
+        reasoning_gym.pack({"a": object()})
