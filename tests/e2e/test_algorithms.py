@@ -21,8 +21,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-COVERING = ("gae", "gdpo", "remax")
-"""A critic's values, rewards in parts, greedy answers. Jobs of other files have the usual one."""
+COVERING = ("gdpo", "remax")
+"""Rewards in parts, greedy answers. Jobs of other files have the usual one; a critic is the trainer's alone:
+tests/services/trainer/step/test_critic.py."""
 REST = tuple(name for name in names(AlgorithmKind.ADVANTAGE) if name not in COVERING)
 
 
