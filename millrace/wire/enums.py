@@ -1,8 +1,10 @@
 """Enums of the contracts as Python enums, and back; and the fields of a message."""
 
 from collections.abc import Iterable, MutableSequence
-from typing import Any
+from enum import Enum
+from typing import Any, TypeVar
 
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from google.protobuf.message import Message
 
 from millrace.contracts.v1 import common_pb2, rollout_pb2
@@ -11,42 +13,20 @@ from millrace.errors import InvalidState
 from millrace.ids import Purpose
 from millrace.sandbox.boundaries import Boundary, Missing
 
-PURPOSES = {
-    common_pb2.PURPOSE_TRAIN: Purpose.TRAIN,
-    common_pb2.PURPOSE_EVALUATION: Purpose.EVALUATION,
-}
-PURPOSE_NUMBERS = {purpose: number for number, purpose in PURPOSES.items()}
+Kind = TypeVar("Kind", bound=Enum)
 
-DROP_REASONS = {
-    common_pb2.DROP_REASON_UNSPECIFIED: DropReason.UNSPECIFIED,
-    common_pb2.DROP_REASON_BAD_ROW: DropReason.BAD_ROW,
-    common_pb2.DROP_REASON_BAD_PROMPT: DropReason.BAD_PROMPT,
-    common_pb2.DROP_REASON_PROMPT_TOO_LONG: DropReason.PROMPT_TOO_LONG,
-    common_pb2.DROP_REASON_BAD_LOGPROBS: DropReason.BAD_LOGPROBS,
-    common_pb2.DROP_REASON_REWARD_FAILED: DropReason.REWARD_FAILED,
-    common_pb2.DROP_REASON_INCOMPLETE_GROUP: DropReason.INCOMPLETE_GROUP,
-    common_pb2.DROP_REASON_MALFORMED_GROUP: DropReason.MALFORMED_GROUP,
-    common_pb2.DROP_REASON_REPLICA_FAILED: DropReason.REPLICA_FAILED,
-    common_pb2.DROP_REASON_NO_SIGNAL: DropReason.NO_SIGNAL,
-    common_pb2.DROP_REASON_JOB_SUCCEEDED: DropReason.JOB_SUCCEEDED,
-    common_pb2.DROP_REASON_JOB_FAILED: DropReason.JOB_FAILED,
-    common_pb2.DROP_REASON_JOB_CANCELLED: DropReason.JOB_CANCELLED,
-    common_pb2.DROP_REASON_JOB_PREEMPTED: DropReason.JOB_PREEMPTED,
-    common_pb2.DROP_REASON_GROUP_TOO_LARGE: DropReason.GROUP_TOO_LARGE,
-    common_pb2.DROP_REASON_ENVIRONMENT_FAILED: DropReason.ENVIRONMENT_FAILED,
-    common_pb2.DROP_REASON_KILLED_REPLICAS: DropReason.KILLED_REPLICAS,
-    common_pb2.DROP_REASON_TOO_STALE: DropReason.TOO_STALE,
-}
-BOUNDARIES = {
-    rollout_pb2.BOUNDARY_PROCESSES: Boundary.PROCESSES,
-    rollout_pb2.BOUNDARY_FILES: Boundary.FILES,
-    rollout_pb2.BOUNDARY_NETWORK: Boundary.NETWORK,
-    rollout_pb2.BOUNDARY_IPC: Boundary.IPC,
-    rollout_pb2.BOUNDARY_USER: Boundary.USER,
-    rollout_pb2.BOUNDARY_LIMITS: Boundary.LIMITS,
-}
-BOUNDARY_NUMBERS = {boundary: number for number, boundary in BOUNDARIES.items()}
-DROP_REASON_NUMBERS = {reason: number for number, reason in DROP_REASONS.items()}
+
+def _numbers(kind: type[Kind], enum: EnumTypeWrapper, prefix: str) -> dict[Kind, Any]:
+    """The number of each member in an enum of the contracts, whose names are the same behind `prefix`."""
+    return {member: enum.Value(f"{prefix}_{member.name}") for member in kind}
+
+
+PURPOSE_NUMBERS = _numbers(Purpose, common_pb2.Purpose, "PURPOSE")
+PURPOSES = {number: purpose for purpose, number in PURPOSE_NUMBERS.items()}
+DROP_REASON_NUMBERS = _numbers(DropReason, common_pb2.DropReason, "DROP_REASON")
+DROP_REASONS = {number: reason for reason, number in DROP_REASON_NUMBERS.items()}
+BOUNDARY_NUMBERS = _numbers(Boundary, rollout_pb2.Boundary, "BOUNDARY")
+BOUNDARIES = {number: boundary for boundary, number in BOUNDARY_NUMBERS.items()}
 
 
 def purpose_of(number: common_pb2.Purpose) -> Purpose:
