@@ -12,7 +12,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import psutil
@@ -206,20 +206,8 @@ def usage_message(
         total = hosts.setdefault(host, fleet_pb2.HostUsage(host=host))
         total.process_bytes += one.process_bytes
         total.used_bytes, total.size_bytes = one.used_bytes, one.size_bytes
-    seen = {(host, one.gpu): _gpu_message(host, one) for host, one in gpus}
+    seen = {(host, one.gpu): fleet_pb2.GpuUsage(host=host, **asdict(one)) for host, one in gpus}
     usage = fleet_pb2.MemberUsage(hosts=[*hosts.values()][:MOST_HOSTS], gpus=[*seen.values()][:MOST_GPUS])
     if cache_used is not None and math.isfinite(cache_used):
         usage.cache_used = min(1.0, max(0.0, cache_used))
     return usage
-
-
-def _gpu_message(host: str, one: GpuReading) -> fleet_pb2.GpuUsage:
-    return fleet_pb2.GpuUsage(
-        host=host,
-        gpu=one.gpu,
-        used_bytes=one.used_bytes,
-        size_bytes=one.size_bytes,
-        busy=one.busy,
-        power_w=one.power_w,
-        temperature_c=one.temperature_c,
-    )
