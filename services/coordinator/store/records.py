@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,7 +181,7 @@ class Records:
         found = await self._redis.read("XRANGE", f"{self._job}:tokens", name, name)
         if not found:
             return None
-        fields = dict(_pairs(found[0][1]))
+        ((_, fields),) = found
         return TokenRecord(bytes(fields[b"group"]), bytes(fields.get(b"trained", b"")))
 
     # The batch of the step in progress.
@@ -248,11 +248,6 @@ class Records:
         await self._redis.do("HDEL", f"{self._job}:checkpoints", step)
 
 
-def _event(identity: str, fields: Any) -> Event:
-    values = {text(name): text(value) for name, value in _pairs(fields)}
+def _event(identity: str, fields: Mapping[bytes, bytes]) -> Event:
+    values = {text(name): text(value) for name, value in fields.items()}
     return Event.model_validate({"id": identity, **values, "data": json.loads(values["data"])})
-
-
-def _pairs(fields: Any) -> Iterable[tuple[bytes, bytes]]:
-    """Names and values of an entry of a stream, which Redis answers as a mapping or as a list."""
-    return fields.items() if isinstance(fields, dict) else zip(fields[::2], fields[1::2], strict=True)

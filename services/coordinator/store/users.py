@@ -113,12 +113,7 @@ class AuditLog:
     async def newest(self, limit: int) -> list[AuditView]:
         """The newest entries, the last one first."""
         found = await self._redis.do("XREVRANGE", AUDIT, "+", "-", "COUNT", limit)
-        return [AuditView.model_validate_json(dict(_pairs(fields))["entry"]) for _, fields in found]
-
-
-def _pairs(fields: Any) -> list[tuple[str, bytes]]:
-    flat = [*fields.items()] if isinstance(fields, dict) else [*zip(fields[::2], fields[1::2], strict=True)]
-    return [(text(name), value) for name, value in flat]
+        return [AuditView.model_validate_json(fields[b"entry"]) for _, fields in found]
 
 
 def _belongs(token: dict[str, Any], name: str, user: dict[str, Any]) -> bool:
