@@ -172,7 +172,7 @@ class Fleet:
         """No new leases to the member. Raises NotFound."""
         member = self.member(member_id)
         member.draining = True
-        await self._store.members.put(member.id, member.to_json())
+        await self.keep(member)
         for call in self._on_drain:
             call(member)
         self.bell.ring()
@@ -235,7 +235,7 @@ class Fleet:
         member.failed()
         if not member.gone.is_set():
             self.epoch = await self._store.members.grow()
-            await self._store.members.put(member.id, member.to_json())
+            await self.keep(member)
             await self._tell_gone(member, why)
 
     async def _tell_gone(self, member: Member, why: str) -> None:

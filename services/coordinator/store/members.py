@@ -24,9 +24,6 @@ class Members:
         epoch, members = await self._redis.together(("GET", EPOCH), ("HGETALL", MEMBERS))
         return Epoch(int(epoch or 0)), {MemberId(text(i)): json.loads(m) for i, m in members.items()}
 
-    async def put(self, member_id: MemberId, member: Mapping[str, Any]) -> None:
-        await self._redis.do("HSET", MEMBERS, member_id, json.dumps(member))
-
     async def put_all(self, members: Mapping[MemberId, Mapping[str, Any]]) -> None:
         if members:
             fields = [part for i, member in members.items() for part in (i, json.dumps(member))]
