@@ -6,6 +6,7 @@ to that: while replicas generate, a faster trainer or a faster publication would
 """
 
 import json
+import operator
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -194,14 +195,6 @@ def _more_than_1(value: Any) -> bool:
     return bool(value > 1)
 
 
-def _is_set(value: Any) -> bool:
-    return bool(value)
-
-
-def _is_off(value: Any) -> bool:
-    return not value
-
-
 @dataclass(frozen=True)
 class Change:
     """A change that may help."""
@@ -271,12 +264,12 @@ CHANGES: dict[Bottleneck, tuple[Change, ...]] = {
         Change(
             "trainer.activation_recompute",
             "switch it off where memory allows: it costs about a third more work.",
-            _is_set,
+            bool,
         ),
         Change(
             "schedule.max_staleness",
             "set it to 1 at least, so that engines generate while the trainer trains.",
-            _is_off,
+            operator.not_,
         ),
     ),
     Bottleneck.PUBLICATION: (
@@ -299,26 +292,28 @@ CHANGES: dict[Bottleneck, tuple[Change, ...]] = {
     ),
     Bottleneck.MEMORY: (
         Change("rollout.engine_options", "leave more memory free: lower `gpu_memory_utilization`."),
-        Change("trainer.activation_recompute", "switch it on, and raise trainer.token_budget again.", _is_off),
+        Change("trainer.activation_recompute", "switch it on, and raise trainer.token_budget again.", operator.not_),
         Change("trainer.backend_options", "offload to host memory or use more ranks: docs/memory.md."),
     ),
     Bottleneck.STALENESS_BOUND: (
         Change(
             "schedule.max_staleness",
             "set it to 1: engines generate the next step while the last answers end.",
-            _is_off,
+            operator.not_,
         ),
         Change("rollout.max_response_tokens", _SHORTER, _more_than_1),
     ),
     Bottleneck.EVALUATION: (
-        Change("evaluation.every_steps", "raise it, to evaluate less often.", _is_set),
+        Change("evaluation.every_steps", "raise it, to evaluate less often.", bool),
         Change("evaluation.prompts", "lower it, to evaluate on fewer prompts.", _more_than_1),
     ),
     Bottleneck.CHECKPOINT: (
         Change(
-            "schedule.save_in_background", "set it to true: training goes on while a checkpoint is written.", _is_off
+            "schedule.save_in_background",
+            "set it to true: training goes on while a checkpoint is written.",
+            operator.not_,
         ),
-        Change("schedule.save_every_steps", "raise it, to save less often.", _is_set),
+        Change("schedule.save_every_steps", "raise it, to save less often.", bool),
         Change("", "write checkpoints to a faster disk: `output`."),
     ),
 }
