@@ -113,7 +113,7 @@ class PoolReplica(FleetMember):
         EngineDied."""
         started = time.monotonic()
         async with self._turn:
-            spec = await asyncio.to_thread(_downloaded, received(spec_json), self.pool)
+            spec = await asyncio.to_thread(hub.local, received(spec_json), pool=self.pool)
             if self.draining.is_set():
                 raise InvalidState(f"{self.member_id} drains.", "configure another replica.")
             self.job_id = ""
@@ -320,10 +320,6 @@ class PoolReplica(FleetMember):
         if self._engine is not None:
             engine, self._engine, self._model = self._engine, None, None
             await engine.stop()
-
-
-def _downloaded(spec: JobSpec, pool: str) -> JobSpec:
-    return hub.local(spec, pool=pool)
 
 
 def _files(folder: str) -> object:
