@@ -136,14 +136,10 @@ def draft(
             issued_s=time.time(),
         )
     except BadRow as error:
-        return _bad_row(prompt_id, str(error))
+        return DroppedPrompt(prompt_id, Drop(DropReason.BAD_ROW, str(error)))
     return QueuedPrompt(prompt_id, purpose, lease)
 
 
 def _new_trace(job_id: JobId, prompt_id: PromptId) -> str:
     root = TraceContext.new(job_id, group=prompt_id)
     return (root if RECORDER.sampled(root.trace_id) else root.unsampled()).traceparent
-
-
-def _bad_row(prompt_id: PromptId, detail: str) -> DroppedPrompt:
-    return DroppedPrompt(prompt_id, Drop(DropReason.BAD_ROW, detail))
