@@ -53,22 +53,15 @@ class PieceInMessage:
     """The buffer of `in_memory`, if other values are sent than it holds."""
 
 
-def pieces_in_message(
-    plan: ShardedPlan, content: int, message: torch.Tensor, memory: Memory, *, every: bool
-) -> list[PieceInMessage]:
-    """The pieces of content `content`; `message` [bytes, uint8] is the memory that holds or receives its bytes.
+def pieces_in_messages(
+    plan: ShardedPlan, messages: Mapping[int, torch.Tensor], memory: Memory, *, every: bool
+) -> dict[int, list[PieceInMessage]]:
+    """The pieces of each content; `messages` [bytes, uint8] are the memory that holds or receives the bytes of each.
+    All places are looked up together, which is much faster than one content after the other.
 
     With `every`, a piece is listed once for each place in `memory` where it belongs (tied weights may be stored twice);
     else once.
     """
-    return pieces_in_messages(plan, {content: message}, memory, every=every)[content]
-
-
-def pieces_in_messages(
-    plan: ShardedPlan, messages: Mapping[int, torch.Tensor], memory: Memory, *, every: bool
-) -> dict[int, list[PieceInMessage]]:
-    """The pieces of many contents, as `pieces_in_message` gives those of one. All places are looked up together, which
-    is much faster."""
     found: dict[int, list[PieceInMessage]] = {content: [] for content in messages}
     if not messages:
         return found

@@ -11,7 +11,7 @@ import torch
 from millrace.errors import InvalidJob
 from millrace.weights.loader.learn import learn_layout
 from millrace.weights.plans.manifest import Manifest, TensorInfo
-from millrace.weights.plans.memory import Memory, pack, pieces_in_message, unpack
+from millrace.weights.plans.memory import Memory, pack, pieces_in_messages, unpack
 from millrace.weights.plans.sharded import plan
 from tests.layouts import whole_layout
 
@@ -111,10 +111,11 @@ def put_in_place(load, learned, manifest, given):
     """Puts a version in place as a worker does; the plan by which it was received."""
     held = Memory(manifest, whole_layout(manifest), list(given.values()))
     made = plan(manifest, [held.layout.boxes], [learned.memory.layout.boxes], 256)
-    for content, size in enumerate(made.sizes):
-        message = torch.zeros(int(size), dtype=torch.uint8)
-        pack(list(pieces_in_message(made, content, message, held, every=False)))
-        unpack(list(pieces_in_message(made, content, message, learned.memory, every=True)))
+    messages = {content: torch.zeros(int(size), dtype=torch.uint8) for content, size in enumerate(made.sizes)}
+    for pieces in pieces_in_messages(made, messages, held, every=False).values():
+        pack(pieces)
+    for pieces in pieces_in_messages(made, messages, learned.memory, every=True).values():
+        unpack(pieces)
     for write in learned.constant_writes:
         write()
     load(learned.loader_tensors.items())

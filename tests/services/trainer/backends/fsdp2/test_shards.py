@@ -9,7 +9,7 @@ import torch.distributed as dist
 from millrace.spec.lora import Lora
 from millrace.weights.plans.boxes import Boxes
 from millrace.weights.plans.manifest import Content
-from millrace.weights.plans.memory import Memory, pieces_in_message, unpack
+from millrace.weights.plans.memory import Memory, pieces_in_messages, unpack
 from millrace.weights.plans.sharded import plan
 from millrace.weights.transfer.round_operations import round_operations
 from services.trainer.backends import build
@@ -43,7 +43,7 @@ def check_published(source: Published, dtype: str, *, ulps: int = 0) -> None:
     messages = b""
     for content in mine:
         message = torch.zeros(int(made.sizes[content]), dtype=torch.uint8, device=memory.device)
-        pieces = pieces_in_message(made, int(content), message, memory, every=False)
+        (pieces,) = pieces_in_messages(made, {int(content): message}, memory, every=False).values()
         round_operations(pieces, {int(content): message}, memory.device).pack()
         messages += message.cpu().numpy().tobytes()
     for rank, data in enumerate(collectives.gather_bytes(messages)):
@@ -51,7 +51,9 @@ def check_published(source: Published, dtype: str, *, ulps: int = 0) -> None:
         for content in packed_by(made, rank):
             size = int(made.sizes[content])
             message = torch.frombuffer(bytearray(data[at : at + size]), dtype=torch.uint8)
-            unpack(list(pieces_in_message(made, int(content), message, Memory(manifest, target, landed), every=True)))
+            received = Memory(manifest, target, landed)
+            (pieces,) = pieces_in_messages(made, {int(content): message}, received, every=True).values()
+            unpack(pieces)
             at += size
     if dist.get_rank() == 0:
         by_name = {info.name: tensor for info, tensor in exported.items()}
