@@ -27,6 +27,12 @@ PORT = 8765
 READY_S = 240.0
 MICRO_BATCH = 8
 """Answers of a micro-batch of `server`."""
+ANSWERS_OF = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {"content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}},
+}
+"""How `async` reads an answer in this tokenizer's chat format (transformers' `response_template`)."""
 SHOWN = {"response_length/mean": "completions/mean_length", "response_length/max": "completions/max_length"}
 
 
@@ -139,11 +145,13 @@ def train(work: Path, case: str, steps: int, more: Sequence[str]) -> None:
         "report_to": "none",
         **{name: json.loads(value) for name, _, value in (each.partition("=") for each in more)},
     }
+    tokenizer = AutoTokenizer.from_pretrained(work / "model", padding_side="left")
+    tokenizer.response_template = ANSWERS_OF
     given: dict[str, Any] = {
         "model": str(work / "model"),
         "reward_funcs": spread,
         "train_dataset": load_dataset("parquet", data_files=str(work / "train.parquet"), split="train"),
-        "processing_class": AutoTokenizer.from_pretrained(work / "model", padding_side="left"),
+        "processing_class": tokenizer,
         "callbacks": [Told()],
     }
     if case == "server":
