@@ -2,6 +2,7 @@
 
     python -m benchmarks.tail --repeats 3
     python -m benchmarks.tail --case "no streaming: schedule.max_staleness=0 trainer.streaming=false"
+    python -m benchmarks.tail --apart --prompts 64
 
 Real services: vLLM, the FSDP2 trainer, the coordinator with its Redis. Answers have lognormal lengths, the 99th
 percentile ten times the median, by the probabilities of the model itself (model.py). Each repeat begins with two jobs
@@ -9,6 +10,8 @@ that measure the engine's rate, with a full and with an emptying engine. They gi
 engine generates a step's tokens. Then the trainer is made to take as long: its loss waits for each token (loss.py).
 Each case is a job of its own. Its step is compared with the longer of G and T, the trainer's measured seconds, and with
 what the simulator predicts from the lengths and the rate of the first two jobs alone, and says of the job with its own.
+With `--apart` the engine computes on one core and everything else on the others, as engine and trainer have GPUs of
+their own; without it they take each other's time.
 
 Prints a JSON object for each case, and a table.
 """
@@ -23,6 +26,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.stacks import finished, stack_in
 from benchmarks.tail.model import made_model
@@ -112,6 +117,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=16, help="answers that the engine generates at once")
     parser.add_argument("--steps", type=int, default=10, help="of each job that are measured")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--apart", action="store_true", help="the engine has a core that nothing else uses")
     parser.add_argument(
         "--case", type=Case.of, action="append", help="'NAME: FIELD=VALUE FIELD=VALUE', in place of all"
     )
@@ -123,12 +129,25 @@ def main() -> None:
         made_model(folder / "model", options.median, options.longest)
         (folder / "rows.jsonl").write_text("\n".join(json.dumps(row(n)) for n in range(4096)))
         found = []
-        with stack_in(folder / "stack") as (_, client):
+        with stack_in(folder / "stack") as (stack, client):
+            if options.apart:
+                set_apart(stack.pids())
             for repeat in range(options.repeats):
                 for measured in one_repeat(client, folder, options):
                     found.append(measured | {"repeat": repeat})
                     print(json.dumps(found[-1]), flush=True)
     print(table(found))
+
+
+def set_apart(services: Mapping[str, int]) -> None:
+    """Gives one core to the replicas among `services`, which have their pids, and the others to the rest. Processes
+    that they start later have the cores of their parents."""
+    *others, last = sorted(os.sched_getaffinity(0))
+    for name, pid in services.items():
+        cores = [last] if name.startswith("rollout") else others
+        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, cores)
 
 
 def row(number: int) -> dict[str, Any]:
