@@ -4,7 +4,8 @@ It needs an environment of its own: MILLRACE_PEERS_TRL names the folders of its 
 the interpreter that runs this. Its configurations:
 
     server   `GRPOTrainer` with `vllm_mode="server"`: generates a batch, trains it, sends its weights
-    async    `AsyncGRPOTrainer`, at most one version behind, micro-batches packed by tokens
+    async    `AsyncGRPOTrainer`, at most one version behind, micro-batches packed by tokens; it downloads its attention
+             from the Hugging Face hub
 
 No activation is computed again. `server` pads its micro-batches to their longest answer.
 """
