@@ -71,6 +71,8 @@ class Simulation:
         self._queue: deque[Group] = deque()
         self._leased: dict[Group, None] = {}
         self._ready: list[Group] = []
+        self._timely: tuple[int, set[Group]] = (0, set())
+        """A version, and complete groups that are not too stale for it."""
         self._part: list[Group] = []
         """What the trainer computes on."""
         self._taken: list[Group] = []
@@ -137,10 +139,15 @@ class Simulation:
         """Issues again or drops what came too late."""
         if self.setting.too_stale is TooStale.TRAIN:
             return
-        late = [group for group in self._ready if self._staleness(group) > self.setting.max_staleness]
+        if self._timely[0] != self.version:
+            self._timely = self.version, set()
+        timely = self._timely[1]
+        unknown = [group for group in self._ready if group not in timely]
+        late = [group for group in unknown if self._staleness(group) > self.setting.max_staleness]
+        gone = set(late)
+        timely.update(group for group in unknown if group not in gone)
         if not late:
             return
-        gone = set(late)
         self._ready = [group for group in self._ready if group not in gone]
         for group in late:
             self._counts.late += 1
