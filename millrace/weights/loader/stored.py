@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from millrace.weights.folder_tensors import TURNED, stored_name
 from millrace.weights.plans.views import ViewedBox, viewed_box
@@ -31,10 +32,28 @@ def pieces(module: nn.Module, name: str, whole: Tensor) -> dict[str, Tensor]:
     """The tensors that are stored for `whole`, the module's tensor `name`, by their stored names."""
     if not isinstance(module, PreTrainedModel):
         return {name: whole}
-    found: dict[str, Tensor] = revert_weight_conversion(module, {name: whole})
+    found = _reverted(module, {name: whole})
     if module.config.model_type != TURNED:
         return found
     return {piece: part.transpose(1, 2) if piece.endswith(EXPERTS) else part for piece, part in found.items()}
+
+
+def _reverted(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What transformers' `revert_weight_conversion` returns, which looks through all modules at every call."""
+    if getattr(module, "_weight_conversions", None) is not None:
+        return dict(revert_weight_conversion(module, tensors))
+    of, conversions = getattr(module, "_known_conversions", (None, []))
+    if of is not type(module):  # some are found by the class, which changes when a module is sharded
+        every = get_model_conversion_mapping(module, add_legacy=False)
+        conversions = [each for each in every if not isinstance(each, PrefixChange)]
+        module._known_conversions = type(module), conversions
+    if not conversions:
+        return tensors
+    module._weight_conversions = conversions
+    try:
+        return dict(revert_weight_conversion(module, tensors))
+    finally:
+        module.__dict__.pop("_weight_conversions", None)
 
 
 def follow_folder(module: Any, names: Container[str]) -> None:
