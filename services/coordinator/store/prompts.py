@@ -23,6 +23,8 @@ from services.coordinator.store.jobs import key
 
 UNDONE_AT_ONCE = 1000
 """Prompts that one command takes back in a rewind. Other commands wait for it."""
+CLOSED_AT_ONCE = 1000
+"""Prompts that one command drops as the ledger ends. Other commands wait for it."""
 ANSWERS_KEPT_S = 900
 """How long the answer to a repeated Complete is remembered."""
 MOST_PARTS_BYTES = 64 << 20
@@ -203,8 +205,13 @@ class Prompts:
         return found
 
     async def close(self, step: int, reason: DropReason) -> int:
-        """Drops what is in flight and deletes queue and groups; answers how many were dropped."""
-        return int(await self._redis.run("close", [self._base], [step, reason]))
+        """Drops what is in flight and deletes queue and groups; answers how many were dropped. Other commands run
+        between its parts, so nothing may issue prompts any more."""
+        dropped = ended = 0
+        while not ended:
+            some, ended = await self._redis.run("close", [self._base], [step, reason, CLOSED_AT_ONCE])
+            dropped += some
+        return dropped
 
     async def forget(self) -> None:
         """Deletes this ledger."""

@@ -30,7 +30,7 @@ for i = 4, 3 + allowed do
       redis.call('DEL', KEYS[1] .. ':deaths', KEYS[1] .. ':setbacks', KEYS[1] .. ':last_words')
     end
     if base and now[1] == 'queued' and state == 'running' then
-      close(base, tonumber(now[2]) + 1, 'job_preempted')
+      close(base, tonumber(now[2]) + 1, 'job_preempted', 1e9)
       redis.call('DEL', KEYS[1] .. ':batch')
     end
     if base and now[1] == 'succeeded' then redis.call('UNLINK', base .. ':state', base .. ':settled', base .. ':reason') end

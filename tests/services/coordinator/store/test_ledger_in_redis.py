@@ -382,6 +382,7 @@ class LedgerMachine(RuleBasedStateMachine):
 def test_scripts_and_table_agree(examples: int, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     LedgerMachine.url = redis_url
     monkeypatch.setattr(prompts_in_redis, "UNDONE_AT_ONCE", 2)
+    monkeypatch.setattr(prompts_in_redis, "CLOSED_AT_ONCE", 2)
     checks = settings(
         max_examples=examples,
         stateful_step_count=40,
@@ -410,6 +411,41 @@ def test_closing_drops_what_is_in_flight(redis_url: str) -> None:
             raise AssertionError("an answer to a closed ledger was taken")
         except Fenced:
             pass
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_large_ledger_is_closed_in_parts(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No command of Redis drops them all, so that other commands are answered meanwhile. One of these completes a
+    group."""
+    prompts_in_flight = 2500
+
+    async def scenario() -> None:
+        store = Store(redis_url)
+        await store.connection.do("FLUSHALL")
+        await store.jobs.create(JOB)
+        prompts = store.prompts(JOB.id)
+        await prompts.issue([queued(PromptId(f"0-{n}")) for n in range(prompts_in_flight)], 0, (0, prompts_in_flight))
+        claims = await prompts.lease(MEMBERS[0], prompts_in_flight, 0)
+        await prompts.complete(claims[0].ref, b"group", summary(claims[0].row.prompt_id))
+        counts: list[Counts] = []
+        run = store.connection.run
+
+        async def watched(name: str, *arguments: list[str]) -> object:
+            answer = await run(name, *arguments)
+            if name == "close":
+                counts.append(await prompts.counts())
+                if len(counts) == 1:
+                    await prompts.complete(claims[-1].ref, b"group", summary(claims[-1].row.prompt_id))
+            return answer
+
+        monkeypatch.setattr(store.connection, "run", watched)
+        assert await prompts.close(1, DropReason.JOB_CANCELLED) == prompts_in_flight
+        assert [each.dropped for each in counts] == [1000, 2000, prompts_in_flight]
+        assert all(each.adds_up for each in counts)
+        left = {key.decode().rsplit(":", 1)[1] for key in await store.connection.do("KEYS", f"*:{Purpose.TRAIN}:*")}
+        assert left == {"state", "counts", "settled", "reason", "reasons", claims[0].ref.id, claims[-1].ref.id}
         await store.close()
 
     asyncio.run(scenario())
