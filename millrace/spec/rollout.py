@@ -1,6 +1,6 @@
 """How answers are generated."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -30,7 +30,9 @@ class Rollout(StrictModel):
     """Nucleus sampling; 1 keeps every token."""
     top_k: int = Field(0, ge=0, le=1_000_000)
     """Number of most probable tokens to sample from; 0 keeps every token."""
-    stop: list[str] = Field(default_factory=list, max_length=64, examples=[["</answer>"]])
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, max_length=64, examples=[["</answer>"]]
+    )
     """Strings that end an answer, in addition to the tokenizer's end-of-turn tokens."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     """Data type of the engine's parameters, and so of the published weights."""

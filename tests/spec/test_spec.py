@@ -55,6 +55,7 @@ def test_files_in_yaml_and_json(tmp_path, suffix, dump):
         ("trainer.optimizer.lr", -1, "trainer.optimizer.lr: -1: is less than 0. Fix: "),
         ("trainer.optimizer.lr", -1, "give a number that is at least 0."),
         ("rollout.top_p", 1.5, "give a number that is at most 1."),
+        ("rollout.stop", ["</answer>", ""], 'rollout.stop.1: "": has fewer than 1 characters. Fix: '),
         ("rollout.dtype", "fp4", "is not one of the known values. Fix: choose one of bfloat16, float32, float16."),
         ("schedule.steps", "many", "Fix: give a whole number."),
         ("deadlines.step_s", math.inf, "deadlines.step_s: Infinity: is not a finite number"),
