@@ -50,10 +50,9 @@ class Poison:
     cause: str
     """Part of the failure."""
     matrix: bool = True
-    """`make test` has the loss of a replica. Ranks that a signal ends are started again in
-    tests/services/trainer/test_launch.py, the line of a user's loss is quoted in tests/local/test_lives.py, a reward's
-    processes are in tests/services/rollout/scoring/test_processes.py, and the coordinator's count for trainers and
-    replicas in tests/services/coordinator/test_deaths.py."""
+    """`make test` has the loss of a replica and of a trainer; a reward's processes are in
+    tests/services/rollout/scoring/test_processes.py, and the coordinator's count in
+    tests/services/coordinator/test_deaths.py."""
 
 
 def _reward(source: str, **limits: Any) -> Callable[[dict[str, Any], Path], None]:
@@ -116,7 +115,7 @@ POISONS = [
     ),
     Poison("a reward that crashes at import", _reward(f"{CRASHES}{ANSWER}return 0.0\n"), "SIGSEGV"),
     Poison("an environment that ends its process at import", _environment, "talk.py"),
-    Poison("a loss that crashes", _loss("ctypes.string_at(0)"), "in poisoned"),
+    Poison("a loss that crashes", _loss("ctypes.string_at(0)"), "in poisoned", matrix=False),
     Poison("a loss that ends its process", _loss("os._exit(7)"), "ended with status 7"),
     Poison("a loss that is killed", _loss("os.kill(os.getpid(), signal.SIGKILL)"), "SIGKILL"),
     Poison("a tokenizer that ends the replica", _tokenizer("__init__", "os._exit(7)"), "ended with status 7"),
