@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("default", deadline=None)
+settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 """`make test` tries the same examples each time, so a failure belongs to the change. `make test-all` draws new examples
-(`--hypothesis-profile default`)."""
+(`--hypothesis-profile default`). Other tests run beside an example, so it may take as long as it does."""
 
 os.environ["MILLRACE_STRICT_METRICS"] = "1"
 """Here and in every process that a test starts: a metric that nobody declared is an error."""

@@ -142,7 +142,7 @@ def test_any_split_over_micro_batches_and_ranks_is_exact(case: Case, mode: str) 
     loss.backward()
     totals = BatchTotals.of(whole["mask_bt"])
 
-    @settings(deadline=None, max_examples=10)
+    @settings(max_examples=10)
     @given(homes=st.lists(st.integers(0, 3), min_size=10, max_size=10), columns=st.integers(0, 2))
     def check(homes: list[int], columns: int) -> None:
         split = with_gradient(make_tensors(5))

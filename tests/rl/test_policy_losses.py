@@ -121,7 +121,7 @@ def test_any_split_over_micro_batches_and_ranks_is_exact(case, mode):
     loss.backward()
     totals = BatchTotals.of(batch.mask_bt)
 
-    @settings(deadline=None, max_examples=SPLITS)
+    @settings(max_examples=SPLITS)
     @given(homes=st.lists(st.integers(0, 3), min_size=10, max_size=10), columns=st.integers(0, 2))
     def check(homes: list[int], columns: int) -> None:
         split_bt = batch.logprobs_bt.clone().requires_grad_()

@@ -70,7 +70,7 @@ def faults(draw: st.DrawFn) -> Sequence[Fault]:
     return tuple(found)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(jobs(), faults(), st.booleans(), st.sampled_from(StalenessOf), st.sampled_from(TooStale), st.integers(0, 3))
 def test_the_ledger_is_exact_and_nothing_is_trained_beyond_the_bound(
     job: Setting, faults: Sequence[Fault], slow: bool, of: StalenessOf, too_stale: TooStale, carried: int
@@ -92,7 +92,7 @@ def test_the_ledger_is_exact_and_nothing_is_trained_beyond_the_bound(
         assert step.trainer_s <= step.seconds + 1e-6 or faults
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(jobs(), st.integers(1, 8))
 def test_no_step_takes_less_than_the_longer_side_at_full_load(job: Setting, steps: int) -> None:
     """From the beginning: all that is trained was generated since then."""
@@ -104,7 +104,7 @@ def test_no_step_takes_less_than_the_longer_side_at_full_load(job: Setting, step
     assert found[-1].end_s >= max(tokens / fastest, trained) * (1 - 1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(jobs(lengths=st.integers(1, 60).map(lambda length: [float(length)])))
 def test_more_staleness_is_never_slower_where_all_answers_are_as_long(job: Setting) -> None:
     """The first steps may be slower: they share the engine with the prompts of later ones. On one replica: three
@@ -116,7 +116,7 @@ def test_more_staleness_is_never_slower_where_all_answers_are_as_long(job: Setti
         assert after <= before * (1 + (bound + 1) / steps)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(jobs())
 def test_streaming_is_never_slower_where_parts_cost_nothing(job: Setting) -> None:
     """At staleness 0, where both train the same groups."""

@@ -108,7 +108,7 @@ def _filled(manifest, layout, size):
     return memory
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(sides(), st.sampled_from([16, 64, 256, 1 << 20]), st.data())
 def test_every_byte_arrives_once_at_its_place(drawn, message_bytes, data):
     manifest, senders, receivers = drawn
@@ -147,7 +147,7 @@ def test_every_byte_arrives_once_at_its_place(drawn, message_bytes, data):
         assert set(seen.values()) <= {1}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sides(), st.sampled_from([64, 256]), st.booleans())
 def test_rounds_are_bounded_and_in_order(drawn, message_bytes, apart):
     manifest, senders, receivers = drawn

@@ -49,7 +49,6 @@ def test_every_answer_is_in_the_document(coordinator: CoordinatorProcess, exampl
         @given(case=operation.as_strategy(), known=..., authorized=...)
         @settings(
             max_examples=examples,
-            deadline=None,
             database=None,
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),

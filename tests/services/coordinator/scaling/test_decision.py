@@ -125,7 +125,7 @@ def turns(decisions: list[tuple[float, Decision]]) -> int:
     return sum(one is not other for one, other in pairwise(ways))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.floats(20, 400), st.floats(20, 60), st.floats(0, 60), st.booleans())
 def test_a_constant_load_is_followed_once_and_does_not_flap(
     work_s: float, train_s: float, least_s: float, overlap: bool

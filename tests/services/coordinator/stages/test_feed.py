@@ -88,7 +88,7 @@ def replays(draw: st.DrawFn) -> tuple[Replay, Replay]:
 
 
 @given(replays())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_batches_do_not_depend_on_parts(jobs: tuple[Replay, Replay]) -> None:
     streams, waits = jobs
     assert streams.run() == waits.run()

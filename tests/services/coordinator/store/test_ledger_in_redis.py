@@ -386,7 +386,6 @@ def test_scripts_and_table_agree(examples: int, redis_url: str, monkeypatch: pyt
     checks = settings(
         max_examples=examples,
         stateful_step_count=40,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
         print_blob=False,
     )

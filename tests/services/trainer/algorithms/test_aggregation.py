@@ -47,7 +47,7 @@ batches = st.lists(st.lists(floats, max_size=6), min_size=1, max_size=12)
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(sequences=batches, data=st.data())
 def test_any_split_adds_up_to_the_batch(mode, sequences, data):
     homes = data.draw(st.lists(st.integers(0, 4), min_size=len(sequences), max_size=len(sequences)))

@@ -58,7 +58,7 @@ def ranges(size: int) -> st.SearchStrategy[tuple[int, int]]:
     return st.tuples(st.integers(0, size), st.integers(0, size)).map(lambda ends: (min(ends), max(ends)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(block=st.sampled_from(SIZES), rows=ranges(SHAPE[0]), columns=ranges(SHAPE[1]))
 def test_boxes_that_begin_anywhere(
     folders: dict[tuple[int, int], Path], block: tuple[int, int], rows: tuple[int, int], columns: tuple[int, int]

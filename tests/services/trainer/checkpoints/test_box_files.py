@@ -33,7 +33,7 @@ def store(folder: Path, boxes: list[tuple[tuple[int, int], torch.Tensor]], files
 CUTS = st.tuples(st.sets(st.integers(1, 6)), st.sets(st.integers(1, 4)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(written=CUTS, again=CUTS, wanted=CUTS, files=st.integers(1, 3))
 def test_any_cut_is_read_from_any_other(
     written: tuple[set[int], set[int]],
@@ -76,7 +76,7 @@ def test_files_are_ordinary_safetensors(tmp_path: Path) -> None:
     assert load_file(tmp_path / "none.safetensors") == {}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.sets(st.integers(0, 30)), min_size=1, max_size=5))
 def test_what_several_ranks_have_is_written_once_and_shared_out(held: list[set[int]]) -> None:
     offers = [{str(name): 10 + name for name in names} for names in held]

@@ -4,7 +4,7 @@ import random
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.step.planning import equal_partition, partition
@@ -31,7 +31,6 @@ def differenced(groups: list[list[float]]) -> list[float]:
     return partials[0]
 
 
-@settings(deadline=None)
 @given(costs_lists, st.integers(1, 5))
 def test_every_item_is_in_one_part(costs, count):
     parts = partition(costs, count)
@@ -40,7 +39,6 @@ def test_every_item_is_in_one_part(costs, count):
     assert spread_of(costs, parts) <= max(costs, default=0) + 1e-6
 
 
-@settings(deadline=None)
 @given(st.integers(1, 5), st.integers(0, 6), st.data())
 def test_equal_parts_have_equal_counts(count, size, data):
     costs = data.draw(st.lists(st.floats(0, 1e6), min_size=count * size, max_size=count * size))

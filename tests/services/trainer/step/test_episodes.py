@@ -157,7 +157,7 @@ def spec_of(tmp_path: Path, **algorithm: Any) -> JobSpec:
 
 @pytest.mark.parametrize("name", names(AlgorithmKind.ADVANTAGE))
 @given(seed=st.integers(0, 2**16))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_every_advantage_equals_its_slow_reference(name: str, seed: int) -> None:
     """Baselines count episodes, and what is summed up skips what was given and goes on to the next trajectory."""
     options = OPTIONS.get(name, {})
@@ -179,7 +179,7 @@ def test_every_advantage_equals_its_slow_reference(name: str, seed: int) -> None
 
 @pytest.mark.parametrize("name", [n for n in names(AlgorithmKind.POLICY_LOSS) if n not in ("clip_cov", "kl_cov")])
 @given(seed=st.integers(0, 2**16), aggregation=st.sampled_from(AGGREGATIONS), budget=st.sampled_from((40, 64, 4096)))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_every_loss_equals_its_slow_reference(name: str, seed: int, aggregation: str, budget: int) -> None:
     """The sequences of a loss are trajectories; its tokens are those that were sampled."""
     spec = spec_of(Path("/models/1"), policy_loss={"name": name}, aggregation=aggregation)
@@ -201,7 +201,7 @@ def test_every_loss_equals_its_slow_reference(name: str, seed: int, aggregation:
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 @given(seed=st.integers(0, 2**16))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_losses_that_choose_tokens_of_the_step_do_not_depend_on_the_packing(name: str, seed: int) -> None:
     spec = spec_of(Path("/models/1"), policy_loss={"name": name})
     losses = []
@@ -212,7 +212,7 @@ def test_losses_that_choose_tokens_of_the_step_do_not_depend_on_the_packing(name
 
 
 @given(seed=st.integers(0, 2**16))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_tokens_scored_are_the_tokens_sampled(seed: int) -> None:
     """Targets, and the places before them, of every packed sequence."""
     groups = episode_groups(2, 3, seed=seed)

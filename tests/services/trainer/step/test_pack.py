@@ -1,6 +1,6 @@
 """Packing against exhaustive search on small cases."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.step.planning import pack, spread
@@ -21,7 +21,6 @@ def fewest(lengths: list[int]) -> int:
     return place(lengths, ())
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, BUDGET), max_size=6))
 def test_pack_is_within_one_of_the_fewest(lengths):
     bins = pack(lengths, BUDGET)
@@ -34,7 +33,6 @@ def test_pack_by_hand():
     assert pack([4, 8, 2, 6, 4], 12) == [[1, 0], [3, 4, 2]]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, BUDGET), max_size=20), st.integers(1, 8))
 def test_spread_keeps_the_budget_and_finds_room_where_there_is_plenty(lengths, count):
     bins = spread(lengths, [float(length**2) for length in lengths], BUDGET, count)

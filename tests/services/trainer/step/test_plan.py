@@ -16,7 +16,7 @@ ATTENTION = SequenceCost(1.0, 1 / 54_000)
 """An 8-billion-parameter model: at 54,000 tokens attention costs as much as all matrix products."""
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.integers(1, 100), max_size=40),
     ranks=st.integers(1, 6),
@@ -42,7 +42,6 @@ def test_what_holds_of_every_plan(lengths, ranks, slack, lockstep):
     assert plan == plan_microbatches(lengths, ranks=ranks, token_budget=budget, cost=ATTENTION, lockstep=lockstep)
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), max_size=30),
     ranks=st.integers(1, 4),
@@ -60,7 +59,6 @@ def test_another_budget_on_the_same_ranks(lengths, ranks, budget, other):
         assert len(found[0]) == 1
 
 
-@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=30), ranks=st.integers(1, 4))
 def test_no_more_micro_batches_than_the_plain_way_needs(lengths, ranks):
     plain = unplanned(lengths, ranks=ranks, token_budget=60)

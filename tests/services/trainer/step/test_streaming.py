@@ -180,7 +180,7 @@ def test_any_order_and_any_death_give_the_same_gradient(
         expected = rank.make(numbered(list(range(6))), [6], [])
         assert expected.norm() > 1e-3
 
-        @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+        @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
         @given(
             order=st.permutations(range(6)),
             cuts=st.sets(st.integers(1, 5)),

@@ -108,14 +108,14 @@ drawn_cases = given(
 IGNORED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-@settings(max_examples=2, deadline=None, suppress_health_check=IGNORED, derandomize=True)
+@settings(max_examples=2, suppress_health_check=IGNORED, derandomize=True)
 @drawn_cases
 def test_a_few_drawn(one_rank: torch.device, tied_model: Path, on: set[str], lora: bool, division: Division) -> None:
     check(tied_model, one_rank, dict.fromkeys(on, True), lora, division)
 
 
 @pytest.mark.matrix  # test_a_few_drawn
-@settings(max_examples=60, deadline=None, suppress_health_check=IGNORED)
+@settings(max_examples=60, suppress_health_check=IGNORED)
 @drawn_cases
 def test_many_drawn(one_rank: torch.device, tied_model: Path, on: set[str], lora: bool, division: Division) -> None:
     check(tied_model, one_rank, dict.fromkeys(on, True), lora, division)

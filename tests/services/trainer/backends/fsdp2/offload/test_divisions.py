@@ -110,7 +110,7 @@ divided_cases = given(
 
 
 @pytest.mark.matrix  # test_recommended_divisions
-@settings(max_examples=40, deadline=None, suppress_health_check=IGNORED)
+@settings(max_examples=40, suppress_health_check=IGNORED)
 @divided_cases
 def test_many_drawn(
     one_rank: torch.device, tied_model: Path, tmp_path_factory: pytest.TempPathFactory, case: Case
