@@ -31,7 +31,7 @@ def alive(mark: str) -> list[psutil.Process]:
     return found
 
 
-def eventually(what: Callable[[], object], within_s: float = 20.0) -> None:
+def eventually(what: Callable[[], object], within_s: float = 60.0) -> None:
     """Fails where `what` does not become true in time."""
     deadline = time.monotonic() + within_s
     while not what():
