@@ -140,7 +140,7 @@ class CommandSender:
         command = Packed()
         command.Pack(request)
         self._store.set(f"command/{number}", command.SerializeToString())
-        answers = self._answers(number, method.name, time.monotonic() + deadline_s)
+        answers = self._answers(number, method.name, deadline_s)
         self._store.delete(f"command/{number}")
         if crashes := {rank: answer.text for rank, answer in answers.items() if isinstance(answer, Crash)}:
             raise RanksFailed(f"{method.name} failed: {self._by_rank(crashes)}.", _FIX)
@@ -158,9 +158,11 @@ class CommandSender:
         command.Pack(STOP)
         self._store.set(f"command/{self._number}", command.SerializeToString())
 
-    def _answers(self, number: int, name: str, deadline: float) -> dict[int, Answer]:
-        """The answer of every rank. `deadline` is a time.monotonic()."""
+    def _answers(self, number: int, name: str, deadline_s: float) -> dict[int, Answer]:
+        """The answer of every rank."""
         answers: dict[int, Answer] = {}
+        deadline = time.monotonic() + deadline_s
+        late = f"did not finish within {deadline_s:g} s, which the job's deadlines give to {name}"
         while missing := [rank for rank in range(self._world.size) if rank not in answers]:
             keys = {f"answer/{number}/{rank}": rank for rank in missing}
             self._store.wait(list(keys), POLL_S)
@@ -169,7 +171,8 @@ class CommandSender:
                 self._check_memory(name, answers)
             if not all(isinstance(answer, Packed) for answer in answers.values()):
                 deadline = min(deadline, time.monotonic() + self._heartbeats.silent_s + STRAGGLE_S)
-            self._check(name, answers, deadline)
+                late = "did not finish in time"
+            self._check(name, answers, late if time.monotonic() > deadline else "")
         return answers
 
     def _check_memory(self, name: str, answers: Mapping[int, Answer]) -> None:
@@ -180,13 +183,14 @@ class CommandSender:
                 failed.cause = answer
                 raise failed
 
-    def _check(self, name: str, answers: Mapping[int, Answer], deadline: float) -> None:
-        """Raises RanksFailed, with every failed rank named, if an answer will not come any more."""
+    def _check(self, name: str, answers: Mapping[int, Answer], late: str) -> None:
+        """Raises RanksFailed, with every failed rank named, if an answer will not come any more. `late`: what is said
+        of ranks that have not answered when the deadline has passed; empty before."""
         missing = [rank for rank in range(self._world.size) if rank not in answers]
         silent = {rank: f"silent for {s:.0f} s, dead or stopped" for rank, s in self._heartbeats.silent().items()}
         lost = {rank: why for rank, why in silent.items() if rank in missing}
-        if missing and time.monotonic() > deadline and not lost:
-            lost = dict.fromkeys(missing, "did not finish in time")
+        if missing and late and not lost:
+            lost = dict.fromkeys(missing, late)
         if lost:
             failed = {rank: _first_line(a) for rank, a in answers.items() if not isinstance(a, Packed)}
             raise RanksFailed(f"{name} failed: {self._by_rank(lost | failed)}.", _FIX)
