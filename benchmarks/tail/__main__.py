@@ -2,7 +2,7 @@
 
     python -m benchmarks.tail --repeats 3
     python -m benchmarks.tail --case "no streaming: schedule.max_staleness=0 trainer.streaming=false"
-    python -m benchmarks.tail --apart --prompts 64
+    python -m benchmarks.tail --apart --steps 6
 
 Real services: vLLM, the FSDP2 trainer, the coordinator with its Redis. Answers have lognormal lengths, the 99th
 percentile ten times the median, by the probabilities of the model itself (model.py). Each repeat begins with two jobs
@@ -124,6 +124,8 @@ def main() -> None:
     parser.add_argument("--more", type=Case.of, action="append", default=[], help="another case, beside the others")
     parser.add_argument("--set", action="append", default=[], help="FIELD=VALUE, for the jobs of all cases")
     options = parser.parse_args()
+    if options.apart and len(os.sched_getaffinity(0)) < 2:
+        parser.error("--apart needs two cores, and this process may use one.")
     with tempfile.TemporaryDirectory(prefix="millrace-tail-") as name:
         folder = Path(name)
         made_model(folder / "model", options.median, options.longest)
@@ -145,7 +147,8 @@ def set_apart(services: Mapping[str, int]) -> None:
     *others, last = sorted(os.sched_getaffinity(0))
     for name, pid in services.items():
         cores = [last] if name.startswith("rollout") else others
-        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        service = psutil.Process(pid)
+        for process in [service, *service.children(recursive=True)]:
             for thread in process.threads():
                 os.sched_setaffinity(thread.id, cores)
 

@@ -10,7 +10,7 @@ from math import comb
 import numpy as np
 import numpy.typing as npt
 
-from millrace.drops import all_equal
+from millrace.drops import without_signal
 from millrace.ids import Version, pass_of
 from millrace.rest import StepMetrics
 from millrace.spec.job import JobSpec
@@ -41,7 +41,8 @@ def batch_metrics(groups: Sequence[GroupSummary], version: Version, spec: JobSpe
     prompts = [float(g.prompt_tokens) for g in groups]
     staleness = [float(version - oldest) for g in groups for oldest in g.oldest]
     newest = [float(version - new) for g in groups for new in g.newest or g.oldest]
-    tokens, compared = float(sum(sum(g.lengths) for g in groups)), compared_rewards(spec)
+    tokens = float(sum(sum(g.lengths) for g in groups))
+    compared = compared_rewards(spec)
     longest_prompt, longest_response = spec.data.max_prompt_tokens, spec.rollout.max_response_tokens
     return {
         **spread("critic/score", rewards),
@@ -58,7 +59,7 @@ def batch_metrics(groups: Sequence[GroupSummary], version: Version, spec: JobSpe
         STALE_TRAJECTORIES: float(sum(lag > 0 for lag in newest)),
         **spread("training/mean_staleness", [version - mean for g in groups for mean in g.means or g.oldest]),
         "training/epoch": float(max(pass_of(g.prompt_id) for g in groups)),
-        "training/groups_without_signal": float(sum(all(map(all_equal, g.compared(compared))) for g in groups)),
+        "training/groups_without_signal": float(sum(without_signal(*g.compared(compared)) is not None for g in groups)),
         **spread("timing_s/generate", [g.generate_s for g in groups]),
         **spread("timing_s/score", [g.score_s for g in groups]),
         "timing_s/reward": max(g.score_s for g in groups),

@@ -24,7 +24,7 @@ class Found:
 
     user: str
     token: str
-    """Its id."""
+    """The id of the token, not the token itself."""
     role: Role
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.drops import without_signal as without_signal_drop
+from millrace.drops import without_signal
 from millrace.ids import PromptId, Version
 from millrace.spec import JobSpec
 from millrace.spec.passes import compared_rewards
@@ -46,18 +46,18 @@ def summary(
 
 
 @pytest.mark.parametrize(
-    ("advantage", "parts", "without_signal"), [("gdpo", ["score", "right", "short"], 0.0), ("grpo", [], 1.0)]
+    ("advantage", "parts", "expected"), [("gdpo", ["score", "right", "short"], 0.0), ("grpo", [], 1.0)]
 )
 def test_separate_rewards_whose_sum_is_equal_are_a_signal_for_gdpo(
-    advantage: str, parts: list[str], without_signal: float
+    advantage: str, parts: list[str], expected: float
 ) -> None:
     """One answer is right and the other one short: each of the two rewards has an advantage."""
     given = {"algorithm": {"advantage": advantage}, "reward": {"function": "math", "parts": parts}}
     spec = JobSpec.model_validate({**SPEC, **given})
     group = replace(summary(5, [8, 2], [1.0, 1.0], [4, 4]), parts={"right": [1.0, 0.0], "short": [0.0, 1.0]})
-    assert batch_metrics([group], Version(4), spec)["training/groups_without_signal"] == without_signal
-    dropped = without_signal_drop(*group.compared(compared_rewards(spec)))
-    assert (dropped is not None) == bool(without_signal)
+    assert batch_metrics([group], Version(4), spec)["training/groups_without_signal"] == expected
+    dropped = without_signal(*group.compared(compared_rewards(spec)))
+    assert (dropped is not None) == bool(expected)
 
 
 def test_lengths_rewards_and_staleness_of_a_batch() -> None:
