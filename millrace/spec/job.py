@@ -29,7 +29,7 @@ class JobSpec(StrictModel):
     """Absolute path of the folder for checkpoints and the report, the same for coordinator and trainer. `{name}` stands
     for the name of the job, `{id}` for its id, `{date}` for the day of its submission, as 2026-01-31. `{runs}` stands
     for the folder that MILLRACE_RUNS names in the coordinator's environment, by default `~/millrace/runs`. A folder
-    belongs to one job."""
+    belongs to one job, with the folders in it until that job has ended."""
     tags: list[Tag] = Field(default_factory=list, max_length=20, examples=[["sweep-1", "baseline"]])
     """Words by which the job is found again: `millrace jobs --tag baseline`."""
     notes: str = Field("", max_length=10_000)

@@ -7,12 +7,11 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from millrace.admission import submission
-from millrace.admission.submission import left_checkpoints, with_output
-from millrace.errors import InvalidJob, InvalidState, Mistake, wrong_value
+from millrace.admission.submission import with_output
+from millrace.errors import InvalidJob, InvalidState, Mistake
 from millrace.events import JobWaiting
 from millrace.ids import JobId, new_job_id
 from millrace.rest import JobState, WaitingFor, WaitingView
@@ -24,6 +23,7 @@ from millrace.telemetry.spans.kinds import SpanKind
 from millrace.telemetry.spans.recorder import RECORDER
 from millrace.validation.kinds import leaves
 from services.coordinator.jobs.deletion import Deletion
+from services.coordinator.jobs.output_folders import OutputFolders
 from services.coordinator.observe.events import Events
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.job import ACTIVE, ENDED, JobRecord, Wanted, placement, refusal
@@ -105,6 +105,7 @@ class Control:
         self._events = events
         self._bell = bell
         self._waits_for = waits_for
+        self._folders = OutputFolders(store.index)
         self._admitting = asyncio.Lock()
         """Held while the output folder of a job is compared with those of all others, until the job is queued."""
         self.deletion = Deletion(store, self._admitting)
@@ -123,7 +124,7 @@ class Control:
         asked = with_output(parse(tree), job_id)
         folder = await asyncio.to_thread(os.path.realpath, asked.output)
         new = not await self._store.jobs.knows(idempotency_key)
-        used = await self._used(asked.output, folder, user) if new else []
+        used = await self._folders.mistakes(asked.output, folder, user) if new else []
         spec = await asyncio.to_thread(_checked, asked, used)
         job = JobRecord(
             id=job_id,
@@ -138,9 +139,8 @@ class Control:
             **placement(spec),
         )
         async with self._admitting:
-            if not await self._store.jobs.knows(idempotency_key) and (
-                used := await self._used(spec.output, folder, user)
-            ):
+            new = not await self._store.jobs.knows(idempotency_key)
+            if new and (used := await self._folders.mistakes(spec.output, folder, user)):
                 raise InvalidJob.of(used)
             job_id, new = await self._store.jobs.create(job, idempotency_key, _digest(tree))
         if new:
@@ -148,11 +148,6 @@ class Control:
             await self._tell_queue(job)
             self._bell.ring()
         return await self._store.jobs.get(job_id), new
-
-    async def _used(self, output: str, folder: str, user: str) -> list[Mistake]:
-        """Why the output folder is not free."""
-        users = await self._store.index.with_output(folder)
-        return await asyncio.to_thread(lambda: list(_output_mistakes(output, users, user)))
 
     async def _tell_queue(self, job: JobRecord) -> None:
         """Adds an event if the job's turn does not come at once."""
@@ -227,7 +222,7 @@ class Control:
             if gives_token_budget(changes):
                 cleared["token_budget"] = 0
         async with self._admitting:
-            await asyncio.to_thread(_check_checkpoints, job, await self._store.index.with_output(job.folder))
+            await self._folders.check_free_for(job)
             cleared |= job.clock(time.time())
             ended = [JobState.FAILED, JobState.CANCELLED]
             await self._events.move(job.id, JobState.QUEUED, _resumption(job, changes), only=ended, **cleared)
@@ -262,48 +257,6 @@ def _checked(spec: JobSpec, used: Sequence[Mistake]) -> JobSpec:
 def _digest(tree: Any) -> str:
     """Names what was asked for: not its id, its day, nor the commits that its names on the hub stand for."""
     return hashlib.sha256(parse(tree).model_dump_json().encode()).hexdigest()
-
-
-ANOTHERS = "a job of another user"
-
-
-def _may_know(job: JobRecord, user: str) -> bool:
-    """Whether `user` may know of the job: its own user, the fleet, and callers without a user."""
-    return user in ("", FLEET, job.user)
-
-
-def _writes(job: JobRecord, user: str) -> str:
-    """Says to `user` that the job, which has not ended, writes to its output."""
-    return f"{job.id} is {job.state} and writes" if _may_know(job, user) else f"{ANOTHERS} writes"
-
-
-def _output_mistakes(output: str, users: Sequence[JobRecord], user: str) -> Iterator[Mistake]:
-    """One if one of the `users`, the jobs with this output, writes there, or left checkpoints there. `user` reads
-    it."""
-    for job in users:
-        if job.state not in ENDED:
-            reason = f"{_writes(job, user)} there"
-            fix = "give another folder ({id} in its path makes one for each job)."
-            yield wrong_value("output", output, reason, fix)
-            return
-    resume = users and users[-1].state is not JobState.SUCCEEDED and _may_know(users[-1], user)
-    others = [f"continue {users[-1].name} with `millrace resume {users[-1].id}`"] if resume else []
-    yield from left_checkpoints(output, others)
-
-
-def _check_checkpoints(job: JobRecord, users: Sequence[JobRecord]) -> None:
-    """Raises InvalidState if another of the `users`, the jobs with the output of `job`, writes there by now, or left
-    checkpoints there."""
-    for other in users:
-        if other.id == job.id:
-            continue
-        if other.state not in ENDED:
-            what = f"{job.id} cannot be resumed: {_writes(other, job.user)} to its output, {job.output}."
-            raise InvalidState(what, "submit a new job with another folder.")
-        if other.checkpoint and Path(other.checkpoint).is_dir():
-            owner = other.id if _may_know(other, job.user) else ANOTHERS
-            what = f"{job.id} cannot be resumed: the checkpoints in its output, {job.output}, are those of {owner}."
-            raise InvalidState(what, "submit a new job with another folder.")
 
 
 def _resumption(job: JobRecord, changes: Mapping[str, Any]) -> str:

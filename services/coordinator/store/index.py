@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import structlog
@@ -21,6 +22,8 @@ log = structlog.get_logger(__name__)
 ALL = "millrace:jobs"
 FINISHED = "millrace:finished"
 OUTPUT = "millrace:output:"
+WRITING = "millrace:writing"
+"""The output folders of the jobs that have not ended: see index.lua."""
 REPORTED = "millrace:reported_until"
 FIELDS = tuple(name for name in JobRecord.__dataclass_fields__ if name != "spec_json")
 """Fields of the jobs in a list."""
@@ -127,6 +130,23 @@ class JobIndex:
         found = await self._redis.together(*(("HGETALL", key(text(i))) for i in ids)) if ids else []
         return [record(fields) for fields in found if fields]
 
+    async def around(self, folder: str) -> JobRecord | None:
+        """A job that has not ended and whose output lies around `folder`, a path without symbolic links."""
+        return await self._writing(*((f"[{each}\0", f"({each}\1") for each in PurePath(folder).parents))
+
+    async def inside(self, folder: str) -> JobRecord | None:
+        """A job that has not ended and whose output lies inside `folder`, a path without symbolic links."""
+        below = folder.rstrip("/")
+        return await self._writing((f"[{below}/", f"({below}{chr(ord('/') + 1)}"))
+
+    async def _writing(self, *ranges: tuple[str, str]) -> JobRecord | None:
+        """The first job in one of these ranges of WRITING, without its spec."""
+        if not ranges:
+            return None
+        wanted = (("ZRANGE", WRITING, *bounds, "BYLEX", "LIMIT", 0, 1) for bounds in ranges)
+        found = [text(each[0]).rsplit("\0", 1)[1] for each in await self._redis.together(*wanted) if each]
+        return next(iter(await self.without_specs(found)), None)
+
     # Jobs that have ended.
 
     async def finished_since(self, since_s: float, limit: int) -> list[JobId]:
@@ -169,8 +189,10 @@ class JobIndex:
     # Jobs of an earlier release.
 
     async def complete(self) -> None:
-        """Adds the jobs that a release without an index has stored. May be interrupted and repeated."""
-        if int(await self._redis.do("ZCARD", ALL)) == sum((await self.counts()).values()):
+        """Adds the jobs that a release without an index, or without a part of it, has stored. May be interrupted and
+        repeated."""
+        (known, writing), counts = await self._redis.together(("ZCARD", ALL), ("ZCARD", WRITING)), await self.counts()
+        if known == sum(counts.values()) and writing == sum(counts[each] for each in (JobState.QUEUED, *ACTIVE)):
             return
         ids = [text(i) for i in await self._redis.do("ZRANGE", ALL, 0, -1)]
         for first in range(0, len(ids), AT_ONCE):

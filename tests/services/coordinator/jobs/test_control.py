@@ -12,12 +12,14 @@ from millrace.drops import DropReason
 from millrace.errors import InvalidState
 from millrace.events import JobMoved
 from millrace.rest import JobState
-from services.coordinator.jobs.control import Control, _output_mistakes
+from services.coordinator.jobs.control import Control
+from services.coordinator.jobs.output_folders import OutputFolders, output_mistakes
 from services.coordinator.observe.events import Events
 from services.coordinator.stages.run import Cancelled, Run
 from services.coordinator.state.bell import Bell
 from services.coordinator.state.job import JobRecord
 from services.coordinator.store import Store
+from services.coordinator.store.index import WRITING
 from tests.services.coordinator.redis import a_job, lead, queued, with_store
 
 JOB = a_job()
@@ -213,6 +215,35 @@ def test_a_job_is_not_continued_over_the_checkpoints_of_another(redis_url: str, 
 def test_the_owner_of_a_folder_is_named_to_its_owner_and_to_nobody_else() -> None:
     running = replace(JOB, state=JobState.RUNNING, user="ann")
     for user, named in (("ann", True), ("fleet", True), ("", True), ("bob", False)):
-        (mistake,) = _output_mistakes("/out/1", [running], user)
+        (mistake,) = output_mistakes("/out/1", [running], user)
         assert (JOB.id in str(mistake)) is named, mistake
         assert ("a job of another user writes there" in str(mistake)) is not named
+
+
+def test_an_output_inside_or_around_that_of_a_job_that_has_not_ended_is_refused(redis_url: str) -> None:
+    """So is one among the checkpoints of any job: they are deleted one by one. A folder of an ended job may hold
+    another's, as that of a job which goes on from its checkpoint."""
+    ended, waits = replace(a_job(2), folder="/out/ended"), replace(a_job(3), folder="/out/waits", user="ann")
+
+    async def scenario(desk: Desk) -> None:
+        folders = OutputFolders(desk.store.index)
+
+        async def refusal(folder: str, user: str = "ann") -> str:
+            return " ".join(map(str, await folders.mistakes(folder, folder, user)))
+
+        await desk.store.jobs.create(ended)
+        await desk.store.jobs.move(ended.id, JobState.FAILED, "failed")
+        await desk.store.jobs.create(waits)
+        assert f"lies inside the output of {waits.id}, which is queued" in await refusal("/out/waits/a/b")
+        assert f"lies around the output of {waits.id}" in await refusal("/out")
+        assert f"{waits.id} is queued and writes there" in await refusal("/out/waits")
+        assert "inside the output of a job of another user" in await refusal("/out/waits/a", "bob")
+        assert f"among the checkpoints of {ended.id}" in await refusal("/out/ended/checkpoints/step-4/out", "")
+        assert await refusal("/out/waits-2") == await refusal("/out/ended/second") == ""
+        await desk.store.jobs.create(replace(a_job(4), folder="/out/ended/second"))
+        await desk.store.connection.do("DEL", WRITING)  # as an earlier release has it
+        await desk.store.index.complete()
+        with pytest.raises(InvalidState, match=f"{ended.id} cannot be resumed: .* lies around"):
+            await desk.control.resume(ended.id)
+
+    at_the_desk(redis_url, scenario)
