@@ -4,17 +4,20 @@ It comes from the tables of the backends and engines, and from `FAMILIES`, which
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from millrace.data.pictures import MODELS
+from millrace.engines import sglang
 from millrace.engines.vllm import (
     ASSUMED,
     EQUAL_ON_CPU,
     IGNORED,
     IN_TURNS,
     IN_TURNS_WITH_IMAGES,
+    LARGEST_EPSILON,
+    LATENT_NORMS,
     NO_WINDOWS,
     NORMALISED,
     SHIFTED_WINDOWS,
@@ -165,6 +168,10 @@ Each model type that FSDP2 trains was tried with vLLM 0.32 on the CPU, in float3
 shards and whole, and its log-probabilities of texts of 5 to 130 tokens beside each other were compared with those of
 each alone in transformers. What vLLM is known to compute otherwise is refused by replicas with vLLM, and told by
 `millrace validate`; replicas with the transformers engine run it."""
+ON_SGLANG = """\
+What the model files of SGLang 0.5.16 compute otherwise than transformers is refused by replicas with SGLang, and told
+by `millrace validate`. It was read there, not measured; architectures for which SGLang has no file of its own, and runs
+transformers' code, were looked at only for their windows."""
 NOT_RUN = """The others did not run: this build of vLLM does not start on them, or replicas refuse them by the names of
 tensors for which vLLM has no place."""
 
@@ -189,7 +196,12 @@ def page() -> str:
     parts.append("\n".join(["| reason | model types |", "|---|---|", *refused]))
     parts += ["## Not tried", "No small model can be made of the defaults of these. The config of a job is tried:"]
     parts += [_names(UNTRIED), "# Models in vLLM", ON_VLLM, "Within 0.0001 nats:", _names(EQUAL_ON_CPU)]
-    return "\n\n".join([*parts, "Refused:", _unequal(), NOT_RUN]) + "\n"
+    parts += ["Refused:", _unequal(), NOT_RUN, "# Models in SGLang", ON_SGLANG, _unequal_in_sglang()]
+    return "\n\n".join(parts) + "\n"
+
+
+GREEDY = "with `topk_method: greedy` and several groups of experts"
+LATENTS = f"with an `rms_norm_eps` over {LARGEST_EPSILON:g}: transformers has 1e-06 in the norms of latents"
 
 
 def _unequal() -> str:
@@ -203,13 +215,36 @@ def _unequal() -> str:
         ("`qwen2_moe`", "with `use_sliding_window: true`, in texts longer than `sliding_window`"),
         ("`ministral3`", "with a `llama_4_scaling_beta`, in texts longer than `original_max_position_embeddings`"),
         *((f"`{kind}`", f"with another entry than {_entries(given)}") for kind, given in sorted(entries.items())),
-        ("`deepseek_v2`", "with `topk_method: greedy` and several groups of experts"),
+        ("`deepseek_v2`", GREEDY),
+        (_names(LATENT_NORMS), LATENTS),
         (_names(IN_TURNS), axes),
         (_names(IN_TURNS_WITH_IMAGES), f"in jobs with images, {axes}"),
         (_names(tuple(NORMALISED)), "with `norm_topk_prob: false`; Qwen3-VL also without the entry"),
         ("all with a tower", f"in jobs with images, with another `rope_theta` than {TOWER_THETA:g} in `vision_config`"),
         *((f"`{name}`", reason) for name, reason in {**UNEQUAL, **UNEQUAL_ON_CPU}.items()),
     ]
+    return _table(rows)
+
+
+def _unequal_in_sglang() -> str:
+    """The table of what SGLang computes otherwise than transformers."""
+    own = {*sglang.ASSUMED, *sglang.IGNORED}
+    entries = {kind: {**sglang.ASSUMED.get(kind, {}), **sglang.IGNORED.get(kind, {})} for kind in own}
+    windows = "in texts longer than `sliding_window`"
+    rows = [
+        *((f"`{kind}`", f"with another entry than {_entries(given)}") for kind, given in sorted(entries.items())),
+        (_names(sglang.UNSCALED), "with a `rope_type` other than `default`: SGLang does not scale"),
+        ("all", "with an `attention_factor` of its own in the `yarn` settings of rotary positions"),
+        (_names(sglang.FULL_ATTENTION), f"{windows}: SGLang has none"),
+        (_names(sglang.FULL_IF_USED), f"with `use_sliding_window: true`, {windows}: SGLang has none"),
+        (_names(sglang.SHIFTED_WINDOWS), f"{windows}: SGLang's windows have one token more"),
+        ("`deepseek_v2`", GREEDY),
+        (_names(LATENT_NORMS), LATENTS),
+    ]
+    return _table(rows)
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(["| model type | what is not equal |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from millrace.backends import BACKENDS
 from millrace.data.model_folder import text_config
 from millrace.descriptors import Hosts, imported
-from millrace.engines.vllm import fix_for_unequal, unequal
+from millrace.engines import sglang, vllm
 from millrace.errors import InvalidJob, Mistake, wrong_value
 from millrace.lora import absent
 from millrace.megatron.adapters import EXPERTS, linear_layers
@@ -39,8 +39,8 @@ def advice(spec: JobSpec) -> list[Mistake]:
 
 
 def _engine(spec: JobSpec) -> Iterator[Mistake]:
-    """A model that replicas with vLLM refuse, and those with another engine run. What its CPU build alone computes
-    otherwise counts too: where the replicas run is not known here."""
+    """A model that replicas with vLLM or with SGLang refuse, and those with another engine run. What vLLM's CPU build
+    alone computes otherwise counts too: where the replicas run is not known here."""
     folder = Path(spec.model.path)
     if not (folder / "config.json").is_file():
         return
@@ -49,9 +49,12 @@ def _engine(spec: JobSpec) -> Iterator[Mistake]:
     except InvalidJob:
         return
     longest, images = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens, spec.data.images is not None
-    if reason := unequal(config, longest, on_cpu=True, images=images):
+    if reason := vllm.unequal(config, longest, on_cpu=True, images=images):
         told = f"replicas with vLLM refuse it: {reason}"
-        yield wrong_value("model.path", spec.model.path, told, fix_for_unequal(images))
+        yield wrong_value("model.path", spec.model.path, told, vllm.fix_for_unequal(images))
+    elif not images and (reason := sglang.unequal(config, longest)):
+        told = f"replicas with SGLang refuse it: {reason}"
+        yield wrong_value("model.path", spec.model.path, told, "start replicas with another engine.")
 
 
 def _layers(spec: JobSpec) -> Iterator[Mistake]:

@@ -1,9 +1,112 @@
-"""SGLang. Its options are `ServerArgs`; the engine is in `services/rollout/engines/sglang`."""
+"""SGLang. Its options are `ServerArgs`; the engine is in `services/rollout/engines/sglang`.
+
+What it computes otherwise than transformers was read in the model files of the release in `tested`."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
 
 from millrace.descriptors import EngineDescriptor
-from millrace.engines.vllm import EXPERTS_MOVE, NO_DRAFT_WEIGHTS, SAMPLING_FIELDS
+from millrace.engines.vllm import EXPERTS_MOVE, NO_DRAFT_WEIGHTS, SAMPLING_FIELDS, other_latent_norms
 from millrace.software import TESTED_TORCH, Software
 from millrace.validation.names import by_name
+
+ASSUMED: Mapping[str, Mapping[str, Any]] = {
+    "cohere": {"hidden_act": "silu"},
+    "cohere2": {"hidden_act": "silu"},
+    "cohere2_moe": {"hidden_act": "silu"},
+    "exaone4": {"rope_theta": 1_000_000},
+    "gemma": {"hidden_act": "gelu"},
+    "gpt2": {"activation_function": "gelu_new", "scale_attn_weights": True},
+    "gpt_bigcode": {"scale_attn_weights": True},
+    "granitemoe": {"hidden_act": "silu"},
+    "minimax_m2": {"hidden_act": "silu"},
+    "mixtral": {"hidden_act": "silu"},
+    "olmo": {"hidden_act": "silu"},
+    "olmo2": {"hidden_act": "silu"},
+    "olmoe": {"norm_topk_prob": False, "clip_qkv": None, "rms_norm_eps": 1e-5, "hidden_act": "silu"},
+    "stablelm": {"hidden_act": "silu", "use_parallel_residual": False},
+}
+"""For each model type the entries of a config that SGLang does not read and transformers follows, with the value that
+SGLang computes with."""
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "exaone4": {"rope_theta": 10_000.0},
+    "gemma": {"hidden_act": "gelu_pytorch_tanh"},
+}
+"""What transformers takes for missing entries of `ASSUMED`, where that is not what SGLang computes with."""
+IGNORED: Mapping[str, Mapping[str, Any]] = {"deepseek_v2": {"norm_topk_prob": False}}
+"""For each model type the entries that SGLang follows and transformers does not read, with the value that transformers
+computes with."""
+UNSCALED = frozenset(["gemma", "gemma2", "granitemoe", "mixtral", "olmo", "persimmon", "phi", "stablelm", "starcoder2"])
+"""Model types whose rotary positions SGLang does not scale, whatever the config says."""
+FULL_ATTENTION = frozenset(["ministral3", "mistral", "mixtral", "phi3", "starcoder2"])
+"""Model types that have windows in transformers and none in SGLang."""
+FULL_IF_USED = frozenset(["qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen3", "qwen3_moe"])
+"""The same, of which a config has to say `use_sliding_window`."""
+WINDOWS: Mapping[str, int] = {"mistral": 4096, **dict.fromkeys(FULL_IF_USED, 4096)}
+"""What transformers takes for a missing `sliding_window`."""
+SHIFTED_WINDOWS = frozenset(["cohere2", "cohere2_moe", "cwm", "exaone_moe", "ministral", "olmo3", "vaultgemma"])
+"""Model types in whose windows SGLang has one token more than transformers."""
+
+
+def unequal(config: Mapping[str, Any], longest: int) -> str:
+    """Why SGLang computes the model otherwise than the trainer does, in texts of up to `longest` tokens; empty if that
+    is not known of it. `config`: the entries of the text part of its config.json."""
+    kind = str(config.get("model_type"))
+    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    stated = {**config, "rope_theta": rope["rope_theta"]} if "rope_theta" in rope else config
+    for name, value in ASSUMED.get(kind, {}).items():
+        if (found := stated.get(name, DEFAULTS.get(kind, {}).get(name, value))) != value:
+            return f"SGLang does not follow {name} = {found!r}: it computes {kind} with {value!r}"
+    for name, value in IGNORED.get(kind, {}).items():
+        if (found := config.get(name, value)) != value:
+            return f"SGLang takes {name} = {found!r}, and transformers computes {kind} with {value!r} whatever it is"
+    if kind == "deepseek_v2" and config.get("topk_method") == "greedy" and (config.get("n_group") or 1) > 1:
+        return "SGLang chooses experts by groups although its topk_method is greedy"
+    return other_latent_norms("SGLang", config) or _other_rope(kind, rope) or _other_windows(kind, config, longest)
+
+
+def _other_rope(kind: str, rope: Mapping[str, Any]) -> str:
+    """Why rotary positions are other than in transformers; empty if they are not."""
+    type_, factor = rope.get("rope_type") or rope.get("type") or "default", rope.get("attention_factor")
+    if kind in UNSCALED and type_ != "default":
+        return f"SGLang does not scale the rotary positions of {kind}, and its config has those of the type {type_}"
+    if type_ == "yarn" and factor is not None and not math.isclose(factor, _yarn_factor(rope), rel_tol=1e-6):
+        return (
+            f"SGLang does not follow attention_factor = {factor!r} of rotary positions: it has {_yarn_factor(rope):g}"
+        )
+    return ""
+
+
+def _yarn_factor(rope: Mapping[str, Any]) -> float:
+    """The factor of sines and cosines if the config has none."""
+    scale, one, other = rope.get("factor") or 1.0, rope.get("mscale"), rope.get("mscale_all_dim")
+    grown = 0.1 * math.log(scale) if scale > 1 else 0.0
+    return (1 + one * grown) / (1 + other * grown) if one and other else 1 + grown
+
+
+def _other_windows(kind: str, config: Mapping[str, Any], longest: int) -> str:
+    """Why texts of up to `longest` tokens are too long to be computed as in transformers; empty if they are not."""
+    window, layers = config.get("sliding_window", WINDOWS.get(kind)), config.get("layer_types")
+    if not isinstance(window, int) or longest <= window:
+        return ""
+    if layers and "sliding_attention" not in layers:
+        return ""
+    if kind in FULL_ATTENTION or (kind in FULL_IF_USED and _uses_windows(kind, config)):
+        return f"SGLang computes it with full attention, and transformers with its sliding_window of {window} tokens"
+    if kind in SHIFTED_WINDOWS:
+        return f"SGLang's windows of {kind} have one token more than transformers', {window + 1}"
+    return ""
+
+
+def _uses_windows(kind: str, config: Mapping[str, Any]) -> bool:
+    """Whether a layer of transformers' has a window, of a model type of `FULL_IF_USED`."""
+    if not config.get("use_sliding_window"):
+        return False
+    if config.get("layer_types") or kind in ("qwen2_moe", "qwen3_moe"):
+        return True
+    return int(config.get("max_window_layers", 28)) < int(config.get("num_hidden_layers", 32))
+
 
 DESCRIPTOR = EngineDescriptor(
     software=Software(

@@ -70,6 +70,11 @@ _NO_WINDOWS = """
     olmo olmo2 seed_oss stablelm"""
 NO_WINDOWS = frozenset(_NO_WINDOWS.split())
 """Model types without windows in transformers. vLLM gives every layer the window that a config of them states."""
+LATENT_NORMS = frozenset(["axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3"])
+"""Model types whose norms of latents have an epsilon of 1e-6 in transformers, and `rms_norm_eps` in engines and in
+Megatron-Core."""
+LARGEST_EPSILON = 1e-5
+"""Up to it log-probabilities of tiny models differ by less than 0.0001 nats; with 1e-3 by 0.015."""
 LLAMA_4_SCALING: Mapping[str, Any] = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384}
 """What transformers takes for a Ministral 3 whose config has no settings of rotary positions."""
 UNEQUAL: Mapping[str, str] = {
@@ -95,7 +100,9 @@ def unequal(config: Mapping[str, Any], longest: int, *, on_cpu: bool, images: bo
         return f"vLLM's windows of {kind} have one token more than transformers', {window + 1}"
     if kind == "deepseek_v2" and config.get("topk_method") == "greedy" and (config.get("n_group") or 1) > 1:
         return "vLLM chooses experts by groups although its topk_method is greedy"
-    if reason := _other_entries(kind, config) or _other_lengths(kind, config, longest):
+    if reason := _other_entries(kind, config) or other_latent_norms("vLLM", config):
+        return reason
+    if reason := _other_lengths(kind, config, longest):
         return reason
     if kind in NORMALISED and not config.get("norm_topk_prob", NORMALISED[kind]):
         return "vLLM normalises the weights of a token's experts, as transformers does, only with norm_topk_prob: true"
@@ -116,6 +123,14 @@ def _other_entries(kind: str, config: Mapping[str, Any]) -> str:
         if (stated := config.get(name, VLLM_DEFAULTS.get(name, value))) != value:
             return f"vLLM takes {name} = {stated!r}, and transformers computes {kind} with {value!r} whatever it is"
     return ""
+
+
+def other_latent_norms(who: str, config: Mapping[str, Any]) -> str:
+    """Why the norms of latent attention are other in `who` than in transformers; empty if they are not."""
+    kind, epsilon = config.get("model_type"), config.get("rms_norm_eps")
+    if kind not in LATENT_NORMS or not isinstance(epsilon, int | float) or epsilon <= LARGEST_EPSILON:
+        return ""
+    return f"{who} norms latents with its rms_norm_eps of {epsilon:g}, and transformers with 1e-06"
 
 
 def _other_lengths(kind: str, config: Mapping[str, Any], longest: int) -> str:

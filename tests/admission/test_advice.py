@@ -125,6 +125,11 @@ def test_a_model_that_vllm_computes_otherwise_is_told(config: dict[str, Any], to
     assert len(found) == bool(told) and all(told in each and "transformers engine" in each for each in found)
 
 
+def test_a_model_that_sglang_computes_otherwise_is_told(tmp_path: Path) -> None:
+    (found,) = told_of({"model_type": "mistral", "sliding_window": 512}, False, tmp_path)
+    assert "replicas with SGLang refuse it: SGLang computes it with full attention" in found
+
+
 @pytest.mark.parametrize(("images", "rope", "told"), [(False, {}, 0), (True, {}, 1), (True, IN_TURNS, 0)])
 def test_axes_of_qwen3_5_count_with_images(images: bool, rope: dict[str, Any], told: int, tmp_path: Path) -> None:
     config = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", "rope_parameters": rope}}

@@ -4,6 +4,7 @@ multi-token prediction are not loaded."""
 from collections.abc import Mapping
 from typing import Any
 
+from millrace.engines.vllm import other_latent_norms
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures.reading import refuse_unless, rope, sizes
 from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, ModelShape
@@ -12,6 +13,8 @@ from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, 
 def shape(config: Mapping[str, Any]) -> ModelShape:
     refuse_unless(config, "attention_bias", False)
     refuse_unless(config, "rope_interleave", True)
+    if reason := other_latent_norms("Megatron-Core", {**config, "model_type": "deepseek_v3"}):
+        raise InvalidJob(f"model.path: {reason}.", "use trainer.backend fsdp2.")
     latent = LatentAttention(
         query_rank=config["q_lora_rank"],
         key_value_rank=config["kv_lora_rank"],

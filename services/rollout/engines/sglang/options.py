@@ -7,10 +7,11 @@ from typing import Any
 
 from millrace.data.quantization import engine_overrides
 from millrace.engines import ENGINES
+from millrace.engines.sglang import unequal
 from millrace.errors import InvalidState, refused
 from millrace.spec import JobSpec
 from services.rollout.engines.adapter import AdapterShape, not_served
-from services.rollout.engines.options import check_names, has_latents, refuse_recurrent
+from services.rollout.engines.options import check_names, has_latents, read_text_config, refuse_recurrent
 from services.rollout.engines.sglang.adapter import SLOTS
 from services.rollout.nodes.place import EngineStart
 
@@ -32,6 +33,7 @@ def server_arguments(
         reason = "replicas with SGLang do not report the experts of a token"
         raise refused("algorithm.router_replay", True, reason, "use vLLM, or leave it out.")
     refuse_recurrent(spec.model.path, "SGLang")
+    _refuse_unequal(spec)
     from sglang.srt.server_args import ServerArgs
 
     options = spec.rollout.options_of("sglang")
@@ -54,6 +56,13 @@ def server_arguments(
         "random_seed": secrets.randbits(30),
         **({} if start is None else _node_arguments(spec, start)),
     }
+
+
+def _refuse_unequal(spec: JobSpec) -> None:
+    """Raises InvalidJob for a model that SGLang computes otherwise than the trainer does."""
+    longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
+    if reason := unequal(read_text_config(spec.model.path), longest):
+        raise refused("model.path", spec.model.path, reason, "start replicas with another engine.")
 
 
 def _node_arguments(spec: JobSpec, start: EngineStart) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Parts of the SGLang engine that run without SGLang: messages, calls into schedulers, refusals."""
 
 import asyncio
+import json
+import math
 import os
 import threading
 import time
@@ -15,6 +17,7 @@ import torch
 
 from millrace import software
 from millrace.engines import ENGINES
+from millrace.engines.sglang import unequal
 from millrace.errors import InvalidJob, PublicationFailed, Unavailable
 from millrace.ids import Version
 from services.rollout.engine import EngineStats, VersionSpan
@@ -208,6 +211,47 @@ def test_what_will_not_do_is_refused_before_anything_starts(tmp_path: Path) -> N
     quantized: Any = SimpleNamespace(quantization="fp8", model_path="here")
     with pytest.raises(InvalidJob, match="quantized weights"):
         sglang_options.check_model(quantized)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "gemma", "hidden_act": "gelu"}, ""),
+        ({"model_type": "gemma"}, "does not follow hidden_act = 'gelu_pytorch_tanh'"),
+        ({"model_type": "exaone4", "rope_theta": 1000000}, ""),
+        ({"model_type": "exaone4", "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, ""),
+        ({"model_type": "exaone4", "rope_parameters": {"rope_theta": 5e5}}, "rope_theta = 500000.0"),
+        ({"model_type": "exaone4"}, "rope_theta = 10000.0"),
+        ({"model_type": "stablelm", "use_parallel_residual": True}, "use_parallel_residual = True"),
+        ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "takes norm_topk_prob = True"),
+        ({"model_type": "deepseek_v2", "topk_method": "greedy", "n_group": 8}, "experts by groups"),
+        ({"model_type": "deepseek_v3", "rms_norm_eps": 1e-5}, ""),
+        ({"model_type": "deepseek_v3", "rms_norm_eps": 1e-4}, "SGLang norms latents with its rms_norm_eps of 0.0001"),
+        ({"model_type": "mixtral", "rope_scaling": {"type": "linear", "factor": 2.0}}, "of the type linear"),
+        ({"model_type": "qwen3", "rope_scaling": YARN}, ""),
+        ({"model_type": "qwen3", "rope_scaling": {**YARN, "attention_factor": 0.1 * math.log(4) + 1}}, ""),
+        ({"model_type": "qwen3", "rope_scaling": {**YARN, "attention_factor": 1.0}}, "attention_factor = 1.0"),
+        ({"model_type": "mistral", "sliding_window": 400}, ""),
+        ({"model_type": "mistral", "sliding_window": 399}, "full attention, .* sliding_window of 399"),
+        ({"model_type": "mistral", "sliding_window": None}, ""),
+        ({"model_type": "cohere2", "sliding_window": 399}, "one token more than transformers', 400"),
+        ({"model_type": "olmo3", "sliding_window": 9, "layer_types": ["full_attention"]}, ""),
+        ({"model_type": "qwen3", "sliding_window": 9}, ""),
+        ({"model_type": "qwen3_moe", "sliding_window": 9, "use_sliding_window": True}, "full attention"),
+        ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True, "num_hidden_layers": 28}, ""),
+        ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True, "num_hidden_layers": 29}, "full"),
+    ],
+)
+def test_what_is_not_equal_is_refused_by_name(config: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    assert bool(unequal(config, 400)) == bool(reason)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = job_spec(tmp_path, "sglang", rollout={"dtype": "bfloat16"})  # texts of up to 400 tokens
+    if reason:
+        with pytest.raises(InvalidJob, match=f"model.path.*{reason}.*another engine"):
+            sglang_options.server_arguments(spec)
 
 
 def test_releases(monkeypatch: pytest.MonkeyPatch) -> None:

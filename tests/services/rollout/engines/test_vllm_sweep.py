@@ -65,6 +65,10 @@ SCALED = {"rope_type": "yarn", "factor": 16.0, "llama_4_scaling_beta": 0.1}
         ),
         ({"model_type": "deepseek_v3"}, "takes scoring_func = 'softmax', and transformers .* with 'sigmoid'"),
         ({"model_type": "deepseek_v3", "rope_interleave": False}, "does not follow rope_interleave = False"),
+        (
+            {"model_type": "deepseek_v2", "rms_norm_eps": 1e-4},
+            "norms latents with its rms_norm_eps of 0.0001, and transformers with 1e-06",
+        ),
         ({"model_type": "olmoe", "norm_topk_prob": True}, "does not follow norm_topk_prob = True"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "does not follow clip_qkv = 8.0"),
         ({"model_type": "mixtral", "hidden_act": "gelu"}, "does not follow hidden_act = 'gelu'"),

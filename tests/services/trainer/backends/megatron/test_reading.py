@@ -1,5 +1,6 @@
 """Which tensors of a folder the megatron backend has to read, and which it may leave."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +43,14 @@ def test_what_would_be_lost_is_refused_by_name(tmp_path: Path) -> None:
     save_file({**tensors, "model.layers.0.self_attn.o_proj.bias": torch.ones(64)}, file)
     with pytest.raises(InvalidJob, match=r"algorithm\.critic\.path: .*o_proj\.bias, for which the model of its config"):
         check_whole_folder(tmp_path, shape.as_critic(), None, by_value=False)
+
+
+def test_an_epsilon_that_norms_of_latents_do_not_have_is_refused(tmp_path: Path) -> None:
+    tiny.random_model("deepseek_v3").config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    for epsilon in (1e-6, 1e-5):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "rms_norm_eps": epsilon}))
+        assert read_shape(tmp_path).norm_epsilon == epsilon
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rms_norm_eps": 1e-4}))
+    with pytest.raises(InvalidJob, match=r"model\.path: Megatron-Core norms latents with its rms_norm_eps of 0\.0001"):
+        read_shape(tmp_path)
