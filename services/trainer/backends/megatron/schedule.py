@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
@@ -106,11 +107,16 @@ class Pipeline:
         others = max(0 if batch.others_rk is None else batch.others_rk.shape[1] for batch in microbatches)
         flat = torch.empty(2 + others, sum(counts), dtype=torch.float32, device=self.device)
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            flat = torch.cat(scored[: len(counts)], dim=1)
+            flat = joined(scored[: len(counts)], 2 + others)
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(flat, last, group=parallel_state.get_pipeline_model_parallel_group())
         parts: tuple[Tensor, ...] = flat.split(counts, dim=1)
         return list(parts)
+
+
+def joined(scored: Sequence[Tensor], rows: int) -> Tensor:
+    """The scores of several micro-batches, [rows, R]. Padding has no further tokens, and so fewer rows."""
+    return torch.cat([F.pad(each_kr, (0, 0, 0, rows - len(each_kr))) for each_kr in scored], dim=1)
 
 
 def whole_scores(mine_kr: Tensor, packed: PackedBatch) -> Tensor:

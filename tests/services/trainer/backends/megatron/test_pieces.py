@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.services.trainer.backends.megatron.batch import packed
 
@@ -30,3 +31,12 @@ def test_two_context_parallel_ranks_have_all_tokens_and_equal_shares(ranks: Rank
     whole = packed([0, 1, 2, 3, 4])
     assert all(0 <= padded - length < 4 for padded, length in zip(told["padded_lengths"], whole.lengths, strict=False))
     assert sum(told["counts"][0]) == sum(whole.sampled_lengths)
+
+
+def test_padding_has_no_scores_of_further_tokens() -> None:
+    """A stage joins the scores of its micro-batches also where one of them is padding, in a job with a teacher."""
+    from services.trainer.backends.megatron.schedule import joined  # above, it would take each worker of pytest seconds
+
+    real, padding = torch.arange(12.0).view(4, 3), torch.zeros(2, 0)
+    assert torch.equal(joined([real, padding], 4), real)
+    assert joined([padding, padding], 2).shape == (2, 0)
