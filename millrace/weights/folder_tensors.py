@@ -5,16 +5,21 @@ Nothing here imports torch.
 """
 
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from millrace.errors import InvalidJob
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SCALES = "_scale_inv"
 """Ending of the names of a quantized tensor's scales."""
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""Names of the dtypes of safetensors in which models are trained and written."""
 LARGEST_HEADER = 100 << 20
 """Bytes; the format allows no more."""
 METADATA = "__metadata__"
@@ -52,22 +57,37 @@ def inside(name: str) -> str:
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor, without the scales of quantized ones; empty if there are no safetensors, or one of
     them cannot be read."""
-    try:
-        index = folder / INDEX
-        files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
-        found = {name: tuple(shape) for file in files for name, shape in _header(folder / str(file)).items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+    found = {name: shape for name, (_, shape) in _headers(folder).items()}
     return {name: shape for name, shape in found.items() if name.removesuffix(SCALES) not in found.keys() - {name}}
 
 
-def _header(file: Path) -> dict[str, list[int]]:
+def stored_dtype(folder: Path) -> str | None:
+    """The dtype of most elements of the folder's safetensors, as torch names it; None if that is not one of `DTYPES`,
+    or there are no safetensors."""
+    elements: Counter[str] = Counter()
+    for dtype, shape in _headers(folder).values():
+        elements[dtype] += math.prod(shape)
+    return DTYPES.get(elements.most_common(1)[0][0]) if elements else None
+
+
+def _headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The dtype, as safetensors names it, and the shape of each tensor; empty as for `stored_shapes`."""
+    try:
+        index = folder / INDEX
+        files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
+        entries = {name: entry for file in files for name, entry in _header(folder / str(file)).items()}
+        return {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _header(file: Path) -> dict[str, Any]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > LARGEST_HEADER:
             raise ValueError(f"{file} has a header of {length} bytes")
         entries = json.loads(opened.read(length))
-    return {name: entry["shape"] for name, entry in entries.items() if name != METADATA}
+    return {name: entry for name, entry in entries.items() if name != METADATA}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ import torch
 from rich.progress import Progress
 from safetensors import SafetensorError
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from millrace.errors import InvalidState
 from millrace.megatron.architectures import read_shape
@@ -52,13 +54,23 @@ class Exported:
         if self.description.adapter is not None:
             yield from self._merged(AdapterSettings(**self.description.adapter))
             return
-        given, dtype = set[str](), getattr(torch, self.dtype)
+        given = set[str]()
         stored_name = huggingface.names_in(self.folder, self.weights)
         for name, tensor in self._trained():
             given.add(stored_name(name))
             yield stored_name(name), tensor
         for name, tensor in huggingface.untrained(self.folder, given, self.weights):
-            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+            yield name, self._cast(name, tensor)
+
+    @cached_property
+    def _module(self) -> PreTrainedModel | None:
+        """The model without memory for its parameters; None for a class that only Megatron trains."""
+        return empty_module(self.folder, self.trust)
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of the model folder as it is written: some stay float32."""
+        dtype = self.dtype if self._module is None else published_dtype(self._module, name, self.dtype)
+        return tensor.to(getattr(torch, dtype)).contiguous() if tensor.is_floating_point() else tensor
 
     def _trained(self) -> Iterator[tuple[str, Tensor]]:
         """Checkpoints of FSDP2 have the tensors as the transformers module does (all experts of a layer in one), those
@@ -66,7 +78,7 @@ class Exported:
         stored, dtype, in_folder = self.stored, self.dtype, huggingface.names_in(self.folder, self.weights)
         left = {in_folder(name.removeprefix(WEIGHTS)): name for name in stored.names if name.startswith(WEIGHTS)}
         untrained: dict[str, tuple[tuple[int, ...], str]] = {}
-        if (module := empty_module(self.folder, self.trust)) is not None:
+        if (module := self._module) is not None:
             for name, like in stored_tensors(module):
                 trained, kept = left.pop(in_folder(name), None), published_dtype(module, name, dtype)
                 for piece, part in pieces(module, name, like if trained is None else stored.whole(trained)).items():
@@ -85,8 +97,7 @@ class Exported:
     def _merged(self, settings: AdapterSettings) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the model, those of layers with an adapter merged with it. Linear layers have the same names
         in the module, where the adapter was trained, and in the folder; but see `names_in`."""
-        stored, dtype = self.stored, getattr(torch, self.dtype)
-        ending, layers = f".{LORA_A}.default.weight", huggingface.layer_count(self.folder)
+        stored, ending, layers = self.stored, f".{LORA_A}.default.weight", huggingface.layer_count(self.folder)
         trained = [name.removeprefix(WEIGHTS) for name in stored.names if name.startswith(WEIGHTS)]
         stored_name = huggingface.names_in(self.folder, self.weights)
         layers_with = [name.removesuffix(ending) for name in trained if name.endswith(ending)]
@@ -104,7 +115,7 @@ class Exported:
                     lora_a, lora_b = (stored.whole(WEIGHTS + tensor_name(own, part)) for part in (LORA_A, LORA_B))
                     magnitude = stored.whole(WEIGHTS + tensor_name(own, MAGNITUDE)) if settings.dora else None
                     whole = merged(whole, lora_a, lora_b, settings.scale, magnitude)
-                yield name, whole.to(dtype).contiguous() if whole.is_floating_point() else whole
+                yield name, self._cast(name, whole)
 
 
 def write(
@@ -140,6 +151,8 @@ def write(
                 progress.update(task, completed=count, description=name)
         shards.finish()
         huggingface.copy_rest(model, partial)
+        if dtype is not None:
+            huggingface.state_dtype(partial, dtype)
         os.rename(partial, folder)
     except (OSError, SafetensorError) as error:
         raise InvalidState(f"{folder} could not be written: {error}", "free disk space there.") from error

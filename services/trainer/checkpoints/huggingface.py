@@ -20,7 +20,7 @@ from millrace.data.quantization import unquantized
 from millrace.errors import InvalidState
 from millrace.hub import HubName
 from millrace.sequence_cost import text_entries
-from millrace.weights.folder_tensors import predicts_ahead, stored_name
+from millrace.weights.folder_tensors import predicts_ahead, stored_dtype, stored_name
 from millrace.weights.plans.manifest import TensorInfo
 from services.trainer.checkpoints.model_files import WEIGHT, ModelFiles, readable
 from services.trainer.protocol.adapter import Adapter
@@ -30,6 +30,8 @@ Export = Callable[[str], Iterator[tuple[TensorInfo, Tensor | None]]]
 """Yields the tensors in a dtype, whole on rank 0. See `services.trainer.protocol.backend.Backend.export`."""
 
 SHARD_BYTES = 4 << 30
+DTYPE_KEYS = ("dtype", "torch_dtype")
+"""Entries of a config that name the dtype of the weights; transformers before 4.56 has the second one."""
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
 """Patterns of the files of a model folder that are not weights."""
 
@@ -164,9 +166,22 @@ def layer_count(model: Path) -> int | None:
 
 
 def dtype_of(model: Path) -> str:
-    """Dtype of the weights of a model folder, by its config; of quantized weights that in which they are written."""
+    """Dtype of the weights of a model folder: by its config, which may name it in its text part, else by the weights.
+    Of quantized weights that in which they are written."""
     config = unquantized(json.loads((model / "config.json").read_text()))
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    named = (part.get(key) for part in (config, text_entries(config)) for key in DTYPE_KEYS)
+    return str(next(filter(None, named), None) or stored_dtype(model) or "float32")
+
+
+def state_dtype(folder: Path, dtype: str) -> None:
+    """Writes into a folder's config that its weights have this dtype, which engines load them in."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    for part in (config, *(each for each in config.values() if isinstance(each, dict))):
+        part |= {key: dtype for key in DTYPE_KEYS if key in part}
+    file.write_text(
+        json.dumps(config if any(key in config for key in DTYPE_KEYS) else {**config, "dtype": dtype}, indent=2)
+    )
 
 
 def copy_rest(model: Path, folder: Path) -> None:

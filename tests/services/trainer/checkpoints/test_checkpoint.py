@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from millrace.errors import InvalidState
 from services.trainer.backends import build
@@ -284,14 +284,15 @@ def test_every_checkpoint_has_its_adapter_as_peft_stores_it(
     assert any(not torch.equal(first[name], tensor) for name, tensor in backend.adapter.export() if tensor is not None)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(("kind", "lora"), [("qwen3_moe", None), ("deepseek_v3", None), ("deepseek_v3", {"rank": 4})])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_a_mixture_of_experts_is_exported_as_its_folder_has_it(
-    kind: str, dtype: str | None, one_rank: torch.device, tmp_path: Path
+    kind: str, lora: dict[str, int] | None, dtype: str | None, one_rank: torch.device, tmp_path: Path
 ) -> None:
+    """A router's bias stays float32. An adapter is 0 before its first step."""
     folder = tmp_path / "model"
     tiny.save(kind, folder)
-    backend = build(job_spec(folder), one_rank)
+    backend = build(job_spec(folder, model={"lora": lora} if lora else {}), one_rank)
     save(tmp_path / "saved", backend, 1)
     write_export(tmp_path / "saved", tmp_path / "exported", folder, dtype)
     original = load_file(folder / "model.safetensors")
@@ -300,6 +301,8 @@ def test_a_mixture_of_experts_is_exported_as_its_folder_has_it(
     for name, tensor in original.items():
         kept = tensor.to(torch.bfloat16) if dtype and "e_score" not in name else tensor
         assert exported[name].dtype == kept.dtype and torch.equal(exported[name], kept), name
+    loaded = AutoConfig.from_pretrained(tmp_path / "exported")
+    assert loaded.dtype == (torch.bfloat16 if dtype else torch.float32)
 
 
 def test_an_export_says_what_it_lacks(one_rank: torch.device, tied_model: Path, tmp_path: Path) -> None:

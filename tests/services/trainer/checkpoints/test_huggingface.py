@@ -4,13 +4,14 @@ import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from services.trainer.checkpoints.huggingface import names_in, save_tensors, untrained
+from services.trainer.checkpoints.huggingface import dtype_of, names_in, save_tensors, state_dtype, untrained
 
 TRAINED = {"model.embed_tokens.weight", "model.layers.0.mlp.weight", "model.layers.1.mlp.weight"}
 VISION = {"visual.blocks.5.weight", "vision_model.layers.5.weight"}
@@ -51,6 +52,39 @@ def test_what_is_not_trained_is_taken_over(folder: Path, head: str | None) -> No
     assert found.keys() == VISION
     names = sorted(TRAINED | VISION | DROPPED | {"lm_head.weight"})
     assert all(tensor.tolist() == [names.index(name)] * 2 for name, tensor in found.items())
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"dtype": "float16"}, "float16"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"text_config": {"dtype": "float16"}}, "float16"),
+        ({"dtype": None}, "bfloat16"),
+        ({"quantization_config": {"quant_method": "fp8"}, "text_config": {"dtype": "float16"}}, "bfloat16"),
+    ],
+)
+def test_a_dtype_that_the_config_does_not_name_is_that_of_the_weights(
+    config: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert dtype_of(tmp_path) == (dtype if dtype == "float16" or "quantization_config" in config else "float32")
+    save_file({"a": torch.ones(8, 8).bfloat16(), "bias": torch.ones(8)}, tmp_path / "model.safetensors")
+    assert dtype_of(tmp_path) == dtype
+
+
+def test_the_config_says_the_dtype_that_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for config, written in (
+        ({"torch_dtype": "float32"}, {"torch_dtype": "float16"}),
+        (
+            {"text_config": {"dtype": "float32", "n": 1}},
+            {"text_config": {"dtype": "float16", "n": 1}, "dtype": "float16"},
+        ),
+    ):
+        file.write_text(json.dumps(config))
+        state_dtype(tmp_path, "float16")
+        assert json.loads(file.read_text()) == written
 
 
 def test_what_the_folder_names_otherwise_is_not_there_twice(folder: Path) -> None:
