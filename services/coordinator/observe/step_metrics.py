@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
-from math import comb
 
 import numpy as np
 import numpy.typing as npt
@@ -288,8 +287,19 @@ def _statistics(
 
 def _expected_last(ascending: Sequence[float], k: int) -> float:
     """Expected largest of k different values drawn from `ascending`, at least k values in ascending order."""
-    ways = comb(len(ascending), k)
-    return sum(value * comb(below, k - 1) for below, value in enumerate(ascending)) / ways
+    return sum(value * share for value, share in zip(ascending, _shares_of_largest(len(ascending), k), strict=True))
+
+
+@lru_cache(maxsize=64)
+def _shares_of_largest(count: int, k: int) -> list[float]:
+    """For each of `count` values in ascending order, the share of the draws of k different ones whose largest it is:
+    C(values below it, k − 1) / C(count, k). The binomials themselves would not fit into a float."""
+    shares = [0.0] * count
+    share = k / count
+    for below in range(count - 1, k - 2, -1):
+        shares[below] = share
+        share *= (below - k + 1) / max(below, 1)
+    return shares
 
 
 class Majorities:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from millrace.ids import PromptId
 from millrace.telemetry.metrics.catalogue import check
 from millrace.telemetry.metrics.declaration import Owner
+from millrace.validation import limits
 from services.coordinator.observe.step_metrics import held_out, main_values
 from services.coordinator.state.group import GroupSummary
 
@@ -49,6 +50,13 @@ def test_of_rewards_of_0_and_1_the_best_is_pass_at_k() -> None:
     found = held_out("math", [group([1.0, 0.0, 0.0, 0.0]), group([0.0] * 4)])
     assert found["val-core/math/reward/best@4/mean"] == 0.5
     assert found["val-aux/math/reward/best@2/mean"] == pytest.approx(0.25)
+
+
+def test_best_of_many_answers() -> None:
+    """Of 4096 answers 10^1231 sets of 2048 can be drawn, more than a float can count."""
+    found = held_out("math", [group([1.0, *[0.0] * (limits.MOST_SAMPLES - 1)])])
+    assert found["val-aux/math/reward/best@2048/mean"] == pytest.approx(0.5)
+    assert found["val-aux/math/reward/worst@2/mean"] == 0.0
 
 
 def majority_slowly(values: list[float], votes: list[str], k: int) -> tuple[float, float]:
