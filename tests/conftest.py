@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.run_servers import RunServers
+
 settings.register_profile("default", deadline=None)
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
@@ -86,6 +88,7 @@ TOGETHER = {
 }
 """Files that share a session's fixture which takes long to make, or the server from which vLLM is forked: file → the
 file with which it runs."""
+SERVERS = pytest.StashKey[RunServers]()
 STARTING = {"of_the_file", "ranks", "two_ranks", "whole", "start", "stack"}
 """Fixtures that start services or ranks. A test that uses one is slow."""
 
@@ -117,6 +120,21 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Any) -> None:
+    servers = config.stash[SERVERS] = RunServers(config.invocation_params.args)
+    config.add_cleanup(servers.end)
+    for spec in specs:
+        spec.python = servers.python
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+    if exitstatus and (servers := config.stash.get(SERVERS, None)):
+        terminalreporter.section("servers of the run: their last lines")
+        for line in list(servers.errors())[-50:]:
+            terminalreporter.line(line)
 
 
 @pytest.hookimpl(optionalhook=True)

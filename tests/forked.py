@@ -4,7 +4,6 @@ Importing the services takes each process three to five seconds of a core, and v
 how a service is started starts it by its command instead.
 """
 
-import multiprocessing
 import os
 import runpy
 import signal
@@ -14,16 +13,44 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, popen_forkserver
-from multiprocessing.context import SpawnContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
 from services.rollout.engines.vllm import environment
-from services.rollout.engines.vllm.processes import PRELOAD, ForkedProcess
+from services.rollout.engines.vllm.processes import ForkedProcess
+from tests.run_servers import CORES, SERVICES, shared
 
-CONTEXT = multiprocessing.get_context("forkserver")
-"""Starts processes as "spawn" does: nothing of the test's process is in them."""
-CONTEXT.set_forkserver_preload(["tests.uncollected", "tests.forked_imports", "tests.frozen"])
+SERVER: Any = forkserver
+shared(SERVER._forkserver, SERVICES)
+
+
+class Standard:
+    """Standard output and error of a process, which become those of the process that unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _take_over, (DupFd(1), DupFd(2))
+
+
+def _take_over(*files: Any) -> Standard:
+    for standard, file in enumerate(files, start=1):
+        os.dup2(file.detach(), standard)
+    return Standard()
+
+
+class _Process(ForkServerProcess):
+    def start(self) -> None:
+        self._standard = Standard()
+        super().start()
+
+
+class _Context(ForkServerContext):
+    Process = _Process
+
+
+CONTEXT = _Context()
+"""Starts processes as "spawn" does: nothing of the test's process is in them but its standard output and error."""
 
 
 class Forked:
@@ -105,9 +132,12 @@ class CoreProcess(ForkedProcess):
     """The core of a vLLM engine that a test runs in its own process, forked as under a replica's launcher; the core's
     workers are forked from the same server."""
 
-    _server = forkserver.ForkServer()  # another one than CONTEXT's: vLLM changes torch
-    _server.set_forkserver_preload(["tests.uncollected", PRELOAD, "tests.frozen"])
+    _server = shared(forkserver.ForkServer(), CORES)
     _lock = threading.Lock()
+
+    def start(self) -> None:
+        self._standard = Standard()
+        super().start()
 
     @classmethod
     def _Popen(cls, process: Any) -> Any:
