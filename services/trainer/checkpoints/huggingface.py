@@ -34,6 +34,8 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 """Entries of a config that name the dtype of the weights; transformers before 4.56 has the second one."""
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
 """Patterns of the files of a model folder that are not weights."""
+CHAT_TEMPLATES = "additional_chat_templates"
+"""The folder in which a tokenizer has its chat templates besides the first."""
 
 
 def write_folder(
@@ -190,6 +192,8 @@ def copy_rest(model: Path, folder: Path) -> None:
         for file in model.glob(pattern):
             if not file.name.endswith((".safetensors.index.json", ".bin.index.json")) and file.name != DESCRIPTION:
                 shutil.copyfile(file, folder / file.name)
+    if (templates := model / CHAT_TEMPLATES).is_dir():
+        shutil.copytree(templates, folder / CHAT_TEMPLATES, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     if (written := unquantized(config)) != config:
         (folder / "config.json").write_text(json.dumps(written, indent=2))

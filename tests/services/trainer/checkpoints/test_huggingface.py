@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from services.trainer.checkpoints.huggingface import dtype_of, names_in, save_tensors, state_dtype, untrained
+from services.trainer.checkpoints.huggingface import copy_rest, dtype_of, names_in, save_tensors, state_dtype, untrained
 
 TRAINED = {"model.embed_tokens.weight", "model.layers.0.mlp.weight", "model.layers.1.mlp.weight"}
 VISION = {"visual.blocks.5.weight", "vision_model.layers.5.weight"}
@@ -85,6 +85,14 @@ def test_the_config_says_the_dtype_that_is_written(tmp_path: Path) -> None:
         file.write_text(json.dumps(config))
         state_dtype(tmp_path, "float16")
         assert json.loads(file.read_text()) == written
+
+
+def test_every_chat_template_is_copied(folder: Path, tmp_path: Path) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (copy := tmp_path / "copy").mkdir()
+    copy_rest(folder, copy)
+    assert (copy / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
 
 
 def test_what_the_folder_names_otherwise_is_not_there_twice(folder: Path) -> None:
