@@ -12,6 +12,7 @@ from millrace.data.pictures import MODELS
 from millrace.engines import sglang
 from millrace.engines.vllm import (
     ASSUMED,
+    DEEPSEEK_YARN,
     EQUAL_ON_CPU,
     IGNORED,
     IN_TURNS,
@@ -201,6 +202,11 @@ def page() -> str:
 
 
 GREEDY = "with `topk_method: greedy` and several groups of experts"
+YARN = (
+    "with an `attention_factor`, `truncate: false`, `mscale` or `mscale_all_dim` without the other in the `yarn` "
+    "settings, or another `rope_type`"
+)
+LONGROPE = "with an `attention_factor`, a `factor` or an `mscale` of its own in the `longrope` settings"
 LATENTS = f"with an `rms_norm_eps` over {LARGEST_EPSILON:g}: transformers has 1e-06 in the norms of latents"
 
 
@@ -217,6 +223,8 @@ def _unequal() -> str:
         *((f"`{kind}`", f"with another entry than {_entries(given)}") for kind, given in sorted(entries.items())),
         ("`deepseek_v2`", GREEDY),
         (_names(LATENT_NORMS), LATENTS),
+        (_names(DEEPSEEK_YARN), YARN),
+        ("all", LONGROPE),
         (_names(IN_TURNS), axes),
         (_names(IN_TURNS_WITH_IMAGES), f"in jobs with images, {axes}"),
         (_names(tuple(NORMALISED)), "with `norm_topk_prob: false`; Qwen3-VL also without the entry"),
@@ -240,6 +248,8 @@ def _unequal_in_sglang() -> str:
         (_names(sglang.SHIFTED_WINDOWS), f"{windows}: SGLang's windows have one token more"),
         ("`deepseek_v2`", GREEDY),
         (_names(LATENT_NORMS), LATENTS),
+        (_names(DEEPSEEK_YARN), YARN),
+        ("all", LONGROPE),
     ]
     return _table(rows)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.descriptors import EngineDescriptor
-from millrace.engines.vllm import EXPERTS_MOVE, NO_DRAFT_WEIGHTS, SAMPLING_FIELDS, other_latent_norms
+from millrace.engines.vllm import EXPERTS_MOVE, NO_DRAFT_WEIGHTS, SAMPLING_FIELDS, other_latents, other_longrope
 from millrace.software import TESTED_TORCH, Software
 from millrace.validation.names import by_name
 
@@ -63,7 +63,9 @@ def unequal(config: Mapping[str, Any], longest: int) -> str:
             return f"SGLang takes {name} = {found!r}, and transformers computes {kind} with {value!r} whatever it is"
     if kind == "deepseek_v2" and config.get("topk_method") == "greedy" and (config.get("n_group") or 1) > 1:
         return "SGLang chooses experts by groups although its topk_method is greedy"
-    return other_latent_norms("SGLang", config) or _other_rope(kind, rope) or _other_windows(kind, config, longest)
+    if reason := other_latents("SGLang", config) or other_longrope("SGLang", config):
+        return reason
+    return _other_rope(kind, rope) or _other_windows(kind, config, longest)
 
 
 def _other_rope(kind: str, rope: Mapping[str, Any]) -> str:

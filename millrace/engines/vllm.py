@@ -1,6 +1,7 @@
 """vLLM. Its options are `AsyncEngineArgs`; the engine is in `services/rollout/engines/vllm`."""
 
 import importlib.metadata
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,9 +74,13 @@ NO_WINDOWS = frozenset(_NO_WINDOWS.split())
 LATENT_NORMS = frozenset(["axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3"])
 """Model types whose norms of latents have an epsilon of 1e-6 in transformers, and `rms_norm_eps` in engines and in
 Megatron-Core."""
+DEEPSEEK_YARN = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite"})
+"""Model types whose rotary positions engines compute by DeepSeek's YaRN if they are scaled: it follows `mscale` and
+`mscale_all_dim` alone, too, and neither `attention_factor` nor `truncate`."""
 LARGEST_EPSILON = 1e-5
 """Up to it log-probabilities of tiny models differ by less than 0.0001 nats; with 1e-3 by 0.015."""
-LLAMA_4_SCALING: Mapping[str, Any] = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384}
+ORIGINAL = "original_max_position_embeddings"
+LLAMA_4_SCALING: Mapping[str, Any] = {"llama_4_scaling_beta": 0.1, ORIGINAL: 16384}
 """What transformers takes for a Ministral 3 whose config has no settings of rotary positions."""
 UNEQUAL: Mapping[str, str] = {
     "gemma3n_text": "vLLM computes a tiny model of it 0.7 nats from transformers",
@@ -100,7 +105,7 @@ def unequal(config: Mapping[str, Any], longest: int, *, on_cpu: bool, images: bo
         return f"vLLM's windows of {kind} have one token more than transformers', {window + 1}"
     if kind == "deepseek_v2" and config.get("topk_method") == "greedy" and (config.get("n_group") or 1) > 1:
         return "vLLM chooses experts by groups although its topk_method is greedy"
-    if reason := _other_entries(kind, config) or other_latent_norms("vLLM", config):
+    if reason := _other_entries(kind, config) or other_latents("vLLM", config) or other_longrope("vLLM", config):
         return reason
     if reason := _other_lengths(kind, config, longest):
         return reason
@@ -133,6 +138,49 @@ def other_latent_norms(who: str, config: Mapping[str, Any]) -> str:
     return f"{who} norms latents with its rms_norm_eps of {epsilon:g}, and transformers with 1e-06"
 
 
+def other_latents(who: str, config: Mapping[str, Any]) -> str:
+    """Why latent attention is computed otherwise in `who` than in transformers; empty if it is not."""
+    return other_latent_norms(who, config) or _other_yarn(who, config)
+
+
+def _other_yarn(who: str, config: Mapping[str, Any]) -> str:
+    """The same of its rotary positions, for which DeepSeek's code has a YaRN of its own."""
+    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind, type_ = config.get("model_type"), rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in DEEPSEEK_YARN or type_ == "default":
+        return ""
+    if type_ != "yarn":
+        return f"{who} takes the rotary positions of {kind} for yarn, and its config has the type {type_}"
+    one, other = rope.get("mscale"), rope.get("mscale_all_dim")
+    followed: dict[str, Any] = {"attention_factor": None, "truncate": True}
+    if not one or not other:
+        followed |= {"mscale_all_dim": None} if other else {"mscale": 1.0}
+    for name, value in followed.items():
+        if (stated := rope.get(name, value)) not in (value, None):
+            return f"{who} and transformers do not both follow {name} = {stated!r} of {kind}'s yarn settings"
+    return ""
+
+
+def other_longrope(who: str, config: Mapping[str, Any]) -> str:
+    """Why sines and cosines of LongRoPE have another factor in `who` than in transformers; empty if they have not."""
+    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    longest = config.get("max_position_embeddings")
+    original = config.get(ORIGINAL) or rope.get(ORIGINAL) or longest
+    if (rope.get("rope_type") or rope.get("type")) != "longrope" or not longest or not original:
+        return ""
+    theirs = rope.get("short_mscale") or _longrope_factor(longest / original, original)
+    ours = rope.get("attention_factor") or _longrope_factor(rope.get("factor") or longest / original, original)
+    if math.isclose(theirs, ours, rel_tol=1e-6):
+        return ""
+    return (
+        f"{who} computes its rotary positions (longrope) with a factor of {theirs:.6g}, and transformers of {ours:.6g}"
+    )
+
+
+def _longrope_factor(scale: float, original: int) -> float:
+    return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+
+
 def _other_lengths(kind: str, config: Mapping[str, Any], longest: int) -> str:
     """Why texts of up to `longest` tokens are too long to be computed as in transformers; empty if they are not."""
     window = config.get("sliding_window")
@@ -142,7 +190,7 @@ def _other_lengths(kind: str, config: Mapping[str, Any], longest: int) -> str:
         return "vLLM computes the layers that have a sliding window in transformers with full attention"
     if kind == "ministral3" and not config.get("llama_4_scaling"):
         rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or LLAMA_4_SCALING
-        limit = rope.get("original_max_position_embeddings")
+        limit = rope.get(ORIGINAL)
         if rope.get("llama_4_scaling_beta") and isinstance(limit, int) and longest > limit:
             return (
                 f"from token {limit} on transformers scales queries by the llama_4_scaling_beta of rope_parameters, "

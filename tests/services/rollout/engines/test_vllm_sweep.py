@@ -50,6 +50,18 @@ def test_the_tables_are_what_is_measured(model_type: str, tmp_path: Path) -> Non
 
 
 SHORT = "original_max_position_embeddings"
+YARN: list[tuple[dict[str, Any], str]] = [
+    ({}, ""),
+    ({"mscale": 0.7, "mscale_all_dim": 0.7}, ""),
+    ({"mscale": 1.0, "mscale_all_dim": 0}, ""),
+    ({"mscale": 0.7}, "do not both follow mscale = 0.7"),
+    ({"mscale_all_dim": 1.0}, "do not both follow mscale_all_dim = 1.0"),
+    ({"attention_factor": 1.0}, "do not both follow attention_factor = 1.0"),
+    ({"truncate": False}, "do not both follow truncate = False"),
+    ({"type": "linear"}, "for yarn, and its config has the type linear"),
+]
+STRETCHED = {SHORT: 512, "max_position_embeddings": 512 * 512}
+LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}
 SCALED = {"rope_type": "yarn", "factor": 16.0, "llama_4_scaling_beta": 0.1}
 
 
@@ -69,6 +81,16 @@ SCALED = {"rope_type": "yarn", "factor": 16.0, "llama_4_scaling_beta": 0.1}
             {"model_type": "deepseek_v2", "rms_norm_eps": 1e-4},
             "norms latents with its rms_norm_eps of 0.0001, and transformers with 1e-06",
         ),
+        *(
+            ({"model_type": "deepseek_v2", "rope_scaling": {"type": "yarn", **of_latents}}, reason)
+            for of_latents, reason in YARN
+        ),
+        ({"model_type": "phi3", **STRETCHED, "rope_scaling": LONGROPE}, ""),
+        (
+            {"model_type": "phi3", **STRETCHED, "rope_scaling": {**LONGROPE, "attention_factor": 1.0}},
+            "longrope. with a factor of 1.41421, and transformers of 1",
+        ),
+        ({"model_type": "phi3", **STRETCHED, "rope_scaling": {**LONGROPE, "short_mscale": 1.0}}, "with a factor of 1"),
         ({"model_type": "olmoe", "norm_topk_prob": True}, "does not follow norm_topk_prob = True"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "does not follow clip_qkv = 8.0"),
         ({"model_type": "mixtral", "hidden_act": "gelu"}, "does not follow hidden_act = 'gelu'"),
