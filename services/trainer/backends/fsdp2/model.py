@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, PreTrainedModel
 
 from millrace.data import quantization
@@ -23,6 +23,7 @@ from services.trainer.backends.fsdp2.computable import check_computable, named
 from services.trainer.backends.fsdp2.loading import FIX, ModelFolder
 from services.trainer.backends.fsdp2.proof.tiny import set_noise
 from services.trainer.backends.fsdp2.sequence_parallel import SequenceGroup
+from services.trainer.backends.fsdp2.sharded_model import LateSum
 from services.trainer.backends.tower import tower_blocks, with_tower, without_tower
 from services.trainer.ranks import collectives
 
@@ -51,10 +52,16 @@ class Sharding:
     """The tower for images is a part of the module."""
 
     @property
-    def adds_up_late(self) -> bool:
-        """Whether copies of the module add up their gradients once an update and not after each micro-batch. What a
-        copy adds up until then is on the device, so not if shards are in host memory."""
-        return self.mesh.ndim > 1 and not self.offload
+    def late_sum(self) -> LateSum | None:
+        """FSDP's switch for the micro-batches before the last of an update. Where a shard is the whole module, their
+        gradients stay where the backward pass adds them up; where copies of the module are sharded, each shard's own
+        sum stays. None: each micro-batch's gradients are reduced. What stays is on the device, so this is None if
+        shards are in host memory."""
+        if self.offload:
+            return None
+        if self.mesh.shape[-1] == 1:
+            return FSDPModule.set_requires_gradient_sync
+        return FSDPModule.set_requires_all_reduce if self.mesh.ndim > 1 else None
 
 
 def load_config(model: Model, field: str = FIELD) -> Any:

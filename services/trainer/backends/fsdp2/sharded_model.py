@@ -1,6 +1,6 @@
 """A sharded module with its AdamW: the common part of policy and critic."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from services.trainer.protocol.local_tensors import NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+LateSum = Callable[[FSDPModule, bool], None]
+"""Says to a sharded module whether the next backward pass reduces gradients over the ranks."""
 
 
 class DeviceAdamW:
@@ -81,27 +83,25 @@ class ShardedModel:
         device: torch.device,
         *,
         offload_optimizer: bool = False,
-        adds_up_late: bool = False,
+        late_sum: LateSum | None = None,
     ) -> None:
-        """`adds_up_late`: copies of the model add up their gradients once a pass over micro-batches, see
-        `with_gradients_added_up`."""
+        """`late_sum`: ranks reduce their gradients once an update, see `with_gradients_added_up`."""
         self._model: Any = module
         self._trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self._frozen: list[Tensor] = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._device = device
-        self._adds_up_late = adds_up_late
+        self._late_sum = late_sum
         self._activations: ActivationOffload | None = None
         kind = HostAdamW if offload_optimizer else DeviceAdamW
         self._optimizer: HostAdamW | DeviceAdamW = kind(self._trained, chosen)
         self.updates = 0
 
     def with_gradients_added_up(self, microbatches: Sequence[MicroBatch], *, more: bool) -> Iterator[MicroBatch]:
-        """The micro-batches, for a forward and a backward pass each. Copies of the model add up their gradients in the
-        backward pass of the last one, unless `more` follow; until then each rank has the sum of its own copy's
-        micro-batches."""
+        """The micro-batches, for a forward and a backward pass each. With `late_sum` ranks reduce their gradients in
+        the backward pass of the last one, unless `more` follow; until then each rank has the sum of its own."""
         for number, batch in enumerate(microbatches, 1):
-            if self._adds_up_late:
-                self._model.set_requires_all_reduce(number == len(microbatches) and not more)
+            if self._late_sum is not None:
+                self._late_sum(self._model, number == len(microbatches) and not more)
             yield batch
 
     def offload_activations(self, layers: Iterable[nn.Module]) -> None:
@@ -127,7 +127,7 @@ class ShardedModel:
 
     def zero_gradients(self) -> None:
         self._optimizer.zero_grad()
-        if self._adds_up_late:
+        if self._late_sum is not None:
             forget_own_sums(self._model)
 
     def abandon_pass(self) -> None:
@@ -167,10 +167,14 @@ def reset_sharding(module: Any) -> None:
 
 
 def forget_own_sums(module: nn.Module) -> None:
-    """Forgets what a copy has added up of its own micro-batches, if a pass ended before the last of them: FSDP would
+    """Forgets what a rank has added up of its own micro-batches, if a pass ended before the last of them: FSDP would
     add it to the next pass."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             state: Any = part._get_fsdp_state()
             if (group := state._fsdp_param_group) is not None:
                 group._partial_reduce_output = None
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):  # from the first pass on
+                        parameter._unsharded_param.grad = None

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from millrace.errors import InvalidJob
+from millrace.memory.ledger import Part
 from services.trainer.backends import build
 from services.trainer.checkpoints import checkpoint
 from services.trainer.protocol.backend import TokenScores
@@ -107,6 +108,19 @@ def check_abandoned(backend: Any, batches: Sequence[MicroBatch]) -> None:
     backend.zero_gradients()
     for name, values in first_pass(backend, batches).items():
         assert torch.equal(values, expected[name]), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_rank_reduces_its_gradients_once_an_update(dtype: str, one_rank: torch.device, tied_model: Path) -> None:
+    """Until then they stay where the backward pass adds them up, and a pass that ends early leaves nothing there."""
+    backend: Any = build(job_spec(tied_model, trainer={"dtype": dtype}), one_rank)
+    batches = micro_batches(slice(None))
+    check_abandoned(backend, batches)
+    expected = first_pass(backend, batches)
+    backend.forward_backward(batches[:2], loss, temperature=1.0, more=True)
+    assert not backend.held()[Part.GRADIENTS]
+    backend.abandon_pass()
+    torch.testing.assert_close(first_pass(backend, batches), expected, atol=0.0, rtol=0.0)
 
 
 @pytest.mark.slow
