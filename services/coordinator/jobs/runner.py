@@ -193,7 +193,7 @@ class Runner:
 
     async def _back_to_queue(self, run: Run, other: JobRecord) -> None:
         """Moves a job that has saved its last step back to the queue, in one transition with the end of its ledger.
-        What was in flight is issued again when it starts."""
+        What was in flight is issued again when it starts, or when the loop begins anew because it runs on."""
         await run.forget_evaluation()
         await copies_done(run)
         await forget_copies(run)
@@ -201,6 +201,7 @@ class Runner:
         why = f"it gave way after step {job.step}"
         whom = f"{other.named_for(job)}, whose priority is {other.priority}"
         message = f"{job.name} gives way to {whom}; it is queued again with its checkpoint of step {job.step}"
+        await self._components.store.prompts(job.id).prepare_close(job.step + 1, DropReason.JOB_PREEMPTED)
         with contextlib.suppress(InvalidState):  # meanwhile somebody asked for a pause or cancelled it: it runs on
             await self._components.events.move(
                 job.id,

@@ -207,9 +207,18 @@ class Prompts:
     async def close(self, step: int, reason: DropReason) -> int:
         """Drops what is in flight and deletes queue and groups; answers how many were dropped. Other commands run
         between its parts, so nothing may issue prompts any more."""
+        return await self._drop_all(step, reason)
+
+    async def prepare_close(self, step: int, reason: DropReason) -> int:
+        """Drops what is in flight before a transition of the job that ends the ledger, which then has little to do;
+        answers how many were dropped. If there is no such transition, `undo` takes them back. Nothing may issue prompts
+        any more."""
+        return await self._drop_all(step, reason, step - 1)
+
+    async def _drop_all(self, step: int, reason: DropReason, *back_to: int) -> int:
         dropped = ended = 0
         while not ended:
-            some, ended = await self._redis.run("close", [self._base], [step, reason, CLOSED_AT_ONCE])
+            some, ended = await self._redis.run("close", [self._base], [step, reason, CLOSED_AT_ONCE, *back_to])
             dropped += some
         return dropped
 

@@ -180,11 +180,10 @@ local function rewind(base, job, to, kept)
   return stay, go
 end
 
--- Ends a ledger, or drops at most `most` of its prompts: what is in flight is dropped for `reason`, as settled at `step`.
--- With the last prompt goes what only a running job needs. An answer may come between two calls and moves a prompt from
--- the queue to the complete groups, so the queue is emptied first.
--- Answers how many prompts were dropped, and 1 if the ledger has ended, otherwise 0.
-local function close(base, step, reason, most)
+-- Drops at most `most` prompts of what is in flight for `reason`, as settled at `step`. An answer may come between two
+-- calls and moves a prompt from the queue to the complete groups, so the queue is emptied first.
+-- Answers how many prompts were dropped, and 1 if nothing is in flight any more, otherwise 0.
+local function drop_some(base, step, reason, most)
   local dropped, left = 0, most
 
   local function drop(prompt)
@@ -198,22 +197,28 @@ local function close(base, step, reason, most)
     drop(prompt_of(entry[2]))
     dequeue(base, entry[1])
   end
-  if left <= 0 then return {dropped, 0} end
+  if left <= 0 then return dropped, 0 end
   for _, prompt in ipairs(redis.call('ZRANGE', base .. ':generated', 0, left - 1)) do
     drop(prompt)
     forget(base, prompt)
   end
-  if left <= 0 then return {dropped, 0} end
+  if left <= 0 then return dropped, 0 end
   for _, prompt in ipairs(redis.call('ZRANGE', base .. ':waiting', 0, left - 1)) do
     drop(prompt)
     redis.call('ZREM', base .. ':waiting', prompt)
     redis.call('HINCRBY', base .. ':counts', 'waiting', -1)
   end
-  if left <= 0 then return {dropped, 0} end
+  return dropped, left > 0 and 1 or 0
+end
+
+-- Ends a ledger, or drops a part of it: see drop_some. With the last prompt goes what only a running job needs.
+local function close(base, step, reason, most)
+  local dropped, ended = drop_some(base, step, reason, most)
+  if ended == 0 then return {dropped, ended} end
   redis.call('HSET', base .. ':counts', 'waiting', 0)
   forget_all_parts(base)
   for _, part in ipairs({'queue', 'fence', 'leased', 'groups', 'summaries', 'generated', 'waiting', 'notes', 'deaths'}) do
     redis.call('DEL', base .. ':' .. part)
   end
-  return {dropped, 1}
+  return {dropped, ended}
 end

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -445,6 +446,41 @@ def test_a_large_ledger_is_closed_in_parts(redis_url: str, monkeypatch: pytest.M
         assert all(each.adds_up for each in counts)
         left = {key.decode().rsplit(":", 1)[1] for key in await store.connection.do("KEYS", f"*:{Purpose.TRAIN}:*")}
         assert left == {"state", "counts", "settled", "reason", "reasons", claims[0].ref.id, claims[-1].ref.id}
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_large_ledger_of_a_job_that_gives_way_is_dropped_in_parts(redis_url: str) -> None:
+    """The transition that ends the ledger finds nothing in flight. Without it the prompts are issued again."""
+    prompts_in_flight = 2500
+
+    async def scenario() -> None:
+        store = Store(redis_url)
+        await store.connection.do("FLUSHALL")
+        await store.jobs.create(JOB)
+        prompts, run, parts = store.prompts(JOB.id), store.connection.run, list[int]()
+        await prompts.issue([queued(PromptId(f"0-{n}")) for n in range(prompts_in_flight)], 0, (0, prompts_in_flight))
+
+        async def watched(name: str, *arguments: list[str]) -> Any:
+            before, answer = await prompts.counts(), await run(name, *arguments)
+            parts.extend([(await prompts.counts()).dropped - before.dropped] if name in ("close", "move_job") else [])
+            return answer
+
+        store.connection.run = watched  # type: ignore[method-assign]
+        assert await prompts.prepare_close(1, DropReason.JOB_PREEMPTED) == prompts_in_flight
+        assert await prompts.undo()
+        counts = await prompts.counts()
+        assert (counts.waiting, counts.dropped, counts.adds_up) == (prompts_in_flight, 0, True)
+        assert (await prompts.view()).reasons == {}
+
+        await store.jobs.update(JOB.id, state=JobState.RUNNING)
+        await prompts.prepare_close(1, DropReason.JOB_PREEMPTED)
+        await store.jobs.move(JOB.id, JobState.QUEUED, "gives way")
+        assert parts == [1000, 1000, 500, 1000, 1000, 500, 0]
+        counts = await prompts.counts()
+        assert (counts.dropped, counts.waiting, counts.in_flight, counts.adds_up) == (prompts_in_flight, 0, 0, True)
+        assert not await prompts.undo()
         await store.close()
 
     asyncio.run(scenario())
