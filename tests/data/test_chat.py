@@ -95,3 +95,27 @@ def test_a_tokenizer_without_template_costs_the_row() -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=RawTokenizer(models.BPE(vocab={"a": 0}, merges=[])))
     with pytest.raises(BadRow, match="chat_template"):
         render(row([{"role": "user", "content": "a"}]), bare, max_tokens=10)
+
+
+class Counting:
+    """A tokenizer whose tokens have `width` characters each. It counts the characters that it encoded."""
+
+    def __init__(self, width: int) -> None:
+        self.width, self.encoded = width, 0
+
+    def encode(self, text: str) -> list[int]:
+        self.encoded += len(text)
+        return [0] * (len(text) // self.width)
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, **_: Any) -> Any:
+        text = "".join(message["content"] for message in conversation)
+        return self.encode(text) if tokenize else text
+
+
+@pytest.mark.parametrize("prompt", ["x" * 20_000_000, [{"role": "user", "content": "x" * 20_000_000}]])
+def test_of_a_huge_prompt_only_the_beginning_is_encoded(prompt: Any) -> None:
+    tokenizer = Counting(4)
+    rendered = render(row(prompt), tokenizer, max_tokens=1000)
+    assert rendered.dropped == Drop(DropReason.PROMPT_TOO_LONG, "more than 1000 tokens: 20000000 characters")
+    assert tokenizer.encoded < 50_000
+    assert len(render(row(prompt), Counting(20_000), max_tokens=1000).token_ids) == 1000
