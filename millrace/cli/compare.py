@@ -115,7 +115,7 @@ def _heads(jobs: Sequence[JobView]) -> Table:
     rows = table("", *(job.id for job in jobs))
     rows.add_row("[bold]name[/]", *(escape(job.name) for job in jobs))
     rows.add_row("[bold]state[/]", *(styled(job.status) for job in jobs))
-    rows.add_row("[bold]step[/]", *(f"{job.step} of {job.steps or '?'}" for job in jobs))
+    rows.add_row("[bold]step[/]", *(f"{job.step} of {job.steps_shown}" for job in jobs))
     rows.add_row("[bold]held-out[/]", *map(held_out, jobs))
     return rows
 

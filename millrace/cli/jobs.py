@@ -122,7 +122,7 @@ def jobs_rows(found: Sequence[JobSummary]) -> FittedTable:
     for job in found:
         age = duration(time.time() - job.created_s)
         queued, took = duration(job.queued_s), duration(job.ran_s) if job.ran_s else "–"
-        step = f"{job.step}/{job.steps or '?'}"
+        step = f"{job.step}/{job.steps_shown}"
         waits = job.waiting.reason.replace("_", " ") if job.waiting else ""
         figures = (step, number(job.reward), held_out(job), age, queued, took)
         whose = [job.user] if of_users else []

@@ -171,7 +171,7 @@ def _facts(job: JobView, ledger: LedgerView, every: bool) -> list[tuple[str, str
         ("state", styled(job.status)),
         *([("waits", f"[yellow]{escape(job.waiting.message)}[/]")] if job.waiting else []),
         *(("warning", f"[yellow]{escape(warning_line(warning))}[/]") for warning in job.warnings),
-        ("step", f"{job.step} of {job.steps or '?'}, weight version {job.version}"),
+        ("step", f"{job.step} of {job.steps_shown}, weight version {job.version}"),
         ("reward", number(job.reward)),
         ("held-out", held_out(job, coverage=every)),
         *([("streaming", f"no: {escape(job.whole_steps)}")] if job.whole_steps else []),

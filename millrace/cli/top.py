@@ -167,7 +167,7 @@ def jobs_table(shown: Frame) -> FittedTable:
         speed = (number(now.step_s, 1), f"{now.tokens_per_s:,.0f}") if now is not None else ("–", "–")
         left = duration(now.left_s) if now is not None and now.left_s is not None else "–"
         ran = duration(job.ran_s) if job.ran_s else "–"
-        figures = (f"{job.step}/{job.steps or '?'}", str(job.version), number(job.reward), held_out(job))
+        figures = (f"{job.step}/{job.steps_shown}", str(job.version), number(job.reward), held_out(job))
         rows.add_row(job.id, escape(job.name), styled(job.status), *figures, *speed, ran, left)
     return rows
 

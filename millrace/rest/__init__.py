@@ -89,7 +89,15 @@ class JobSummary(BaseModel):
     waiting: WaitingView | None = Field(None, description="What the job waits for; null while it works or has ended.")
     warnings: list[WarningView] = Field([], description="What is wrong with its training; the newest last.")
     step: int = Field(description="Steps trained.")
-    steps: int = Field(0, description="Steps that the job will train; 0 until its data is read.")
+    steps: int = Field(
+        0,
+        description="Steps that the job will train; 0 for a job that only evaluates its model, and until it is known.",
+    )
+    steps_known: bool = Field(
+        False,
+        description="Whether `steps` is known: at once if the spec has `schedule.steps`, otherwise once the data "
+        "is read.",
+    )
     version: int = Field(description="Weight version that the trainer holds.")
     reward: float | None = Field(None, description="Mean reward of the last step's trajectories.")
     evaluation_before: float | None = Field(
@@ -126,6 +134,11 @@ class JobSummary(BaseModel):
     @property
     def status(self) -> str:
         return IN_PROGRESS[self.pending] if self.pending is not None else self.state
+
+    @property
+    def steps_shown(self) -> str:
+        """`steps` for people: ? as long as it is not known."""
+        return str(self.steps) if self.steps_known or self.steps else "?"
 
 
 class JobView(JobSummary):

@@ -106,8 +106,8 @@ def _live(client: Client, job: str) -> JobView:
     bar = progress.add_task(job, total=None, steps="?")
     with Live(console=console, refresh_per_second=4, transient=False) as live:
         for snapshot in snapshots(client, job):
-            name, steps = escape(snapshot.job.name), snapshot.job.steps
-            progress.update(bar, description=name, completed=snapshot.job.step, total=steps or None, steps=steps or "?")
+            now, name = snapshot.job, escape(snapshot.job.name)
+            progress.update(bar, description=name, completed=now.step, total=now.steps or None, steps=now.steps_shown)
             live.update(Group(progress, *panels(snapshot)))
     return snapshot.job
 
@@ -180,7 +180,7 @@ def step_line(row: StepMetrics, job: JobView) -> str:
     """`step 12/60  reward 0.430  loss 0.0312 ...`: a row of the table in one line."""
     shown = {title: column for title, column in COLUMNS.items() if column[0] in row.values}
     values = (f"{title[1:].lower()} {form.format(row.values[name])}" for title, (name, form) in shown.items())
-    return "  ".join([f"step {row.step}/{job.steps or '?'}", *values])
+    return "  ".join([f"step {row.step}/{job.steps_shown}", *values])
 
 
 def _print_end(job: JobView) -> None:

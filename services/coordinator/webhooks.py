@@ -330,7 +330,7 @@ def _message(job: JobRecord | None, kind: WebhookKind, message_id: str, text: st
             name=job.name,
             state=job.state,
             step=job.step,
-            steps=job.steps,
+            steps=job.steps or 0,
             user=job.user,
             failure=job.failure if job.state is JobState.FAILED else None,
         )

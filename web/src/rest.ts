@@ -289,6 +289,7 @@ export interface JobSummary {
   warnings: WarningView[];
   step: number;
   steps: number;
+  steps_known: boolean;
   version: number;
   reward: number | null;
   evaluation_before: number | null;
@@ -321,6 +322,7 @@ export interface JobView {
   warnings: WarningView[];
   step: number;
   steps: number;
+  steps_known: boolean;
   version: number;
   reward: number | null;
   evaluation_before: number | null;

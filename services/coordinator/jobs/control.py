@@ -26,7 +26,7 @@ from services.coordinator.jobs.deletion import Deletion
 from services.coordinator.jobs.output_folders import OutputFolders
 from services.coordinator.observe.events import Events
 from services.coordinator.state.bell import Bell
-from services.coordinator.state.job import ACTIVE, ENDED, JobRecord, Wanted, placement, refusal
+from services.coordinator.state.job import ACTIVE, ENDED, JobRecord, Wanted, placement, refusal, steps_of
 from services.coordinator.store import Store
 
 CHANGEABLE = {
@@ -137,6 +137,7 @@ class Control:
             notes=spec.notes,
             user=user,
             **placement(spec),
+            **steps_of(spec),
         )
         async with self._admitting:
             new = not await self._store.jobs.knows(idempotency_key)
@@ -216,7 +217,7 @@ class Control:
         if changes:
             tree, reload = applied(json.loads(job.spec_json), changes)
             spec = await asyncio.to_thread(submission.check, tree)
-            cleared |= {"spec_json": spec.model_dump_json(), **placement(spec)}
+            cleared |= {"spec_json": spec.model_dump_json(), **placement(spec), "steps": "", **steps_of(spec)}
             if reload:
                 cleared["configuration"] = ""  # no trainer has loaded this spec
             if gives_token_budget(changes):

@@ -62,6 +62,11 @@ def placement(spec: JobSpec) -> dict[str, Any]:
     }
 
 
+def steps_of(spec: JobSpec) -> dict[str, Any]:
+    """The field `steps` of a record as far as the spec says it."""
+    return {} if spec.schedule.steps is None else {"steps": spec.schedule.steps}
+
+
 def no_such_job(job_id: str) -> NotFound:
     return NotFound(f"there is no job {job_id}.", "list the jobs with `millrace jobs` or GET /v1/jobs.")
 
@@ -86,6 +91,7 @@ _READ: Mapping[Any, Callable[[str], Any]] = {
     JobState: JobState,
     Wanted: Wanted,
     float | None: float,
+    int | None: int,
 }
 """How a field of the store is read, by its type in the record. All others are text."""
 
@@ -102,7 +108,8 @@ class JobRecord:
     """Empty if the job was read for a list."""
     step: int = 0
     """Steps trained, according to the ledger."""
-    steps: int = 0
+    steps: int | None = None
+    """Steps to train; None: the spec does not say it, and the data is not read yet."""
     version: Version = Version(0)  # noqa: RUF009
     """The version that the trainer holds according to the ledger."""
     lineage: int = 0
@@ -241,7 +248,8 @@ class JobRecord:
             waiting=waiting,
             warnings=[warning for warning in self.warnings if not warning.over],
             step=self.step,
-            steps=self.steps,
+            steps=self.steps or 0,
+            steps_known=self.steps is not None,
             version=self.version,
             reward=self.reward,
             evaluation_before=self.evaluation_before,

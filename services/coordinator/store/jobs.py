@@ -38,6 +38,7 @@ class Jobs:
         fields = {"id": job.id, "name": job.name, "state": job.state, "spec_json": job.spec_json, "step": 0}
         fields |= {"created_s": job.created_s, "version": 0, "cursor": 0, "lineage": 0, "folder": job.folder}
         fields |= {name: getattr(job, name) for name in ("wanted_partition", "priority", "preempt", "share", "pools")}
+        fields |= {} if job.steps is None else {"steps": job.steps}
         fields |= {"tags_json": job.tags_json, "notes": job.notes, "user": job.user}
         event = event_parts(JobMoved(state=job.state), f"{job.name} was submitted")
         digest = digest or job.spec_digest

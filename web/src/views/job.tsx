@@ -81,7 +81,7 @@ export function Head({ job, last, changed }: { job: JobView; last: StepMetrics |
         </p>
       ))}
       <div class="figures">
-        <div class="figure steps"><b>{figure(job.step)}<i> / {job.steps ? figure(job.steps) : "?"}</i></b><Progress done={job.step} of={job.steps} /></div>
+        <div class="figure steps"><b>{figure(job.step)}<i> / {job.steps || job.steps_known ? figure(job.steps) : "?"}</i></b><Progress done={job.step} of={job.steps} /></div>
         <Figure name={left !== null ? "left" : "ran"} value={duration(left ?? job.ran_s)} title={`Submitted ${moment(job.created_s)}; ran ${duration(job.ran_s)}, queued ${duration(job.queued_s)}`} />
         <Figure name="reward" value={figure(job.reward)} />
         <Figure name="held-out before" value={heldOut(job.evaluation_before, job.evaluation_before_coverage)} />

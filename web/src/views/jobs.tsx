@@ -94,7 +94,7 @@ function Row({ job, chosen, toggle, changed }: { job: JobSummary; chosen: boolea
         <a href={link("job", job.id)}><b>{job.name}</b></a> <State of={job.status} />
         <small class={why?.kind} title={why?.text}>{why?.text ?? `${job.id}${inPartition(job)} · submitted ${ago(job.created_s)}`}</small>
       </div>
-      <div class="how"><Progress done={job.step} of={job.steps} /><small>step {figure(job.step)}{job.steps ? ` of ${figure(job.steps)}` : ""}</small></div>
+      <div class="how"><Progress done={job.step} of={job.steps} /><small>step {figure(job.step)}{job.steps || job.steps_known ? ` of ${figure(job.steps)}` : ""}</small></div>
       <div class="number"><b>{left !== null ? duration(left) : duration(job.ran_s)}</b><small>{left !== null ? "left" : "ran"}</small></div>
       <div class="number"><b>{figure(job.reward)}</b><small>reward</small></div>
       <div class="number held"><b>{lastHeldOut(job)}</b><small>held-out</small></div>

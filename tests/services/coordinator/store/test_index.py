@@ -185,3 +185,24 @@ def test_several_read_and_move_at_the_same_time(redis_url: str) -> None:
         assert await pages(store, 30) == [ids[::-1]]
 
     with_store(redis_url, scenario)
+
+
+def test_the_steps_of_a_job_are_known_as_soon_as_its_spec_or_its_data_says_them(
+    redis_url: str, spec: dict[str, Any]
+) -> None:
+    """0 steps are those of a job that only evaluates its model; they were shown as those of a job that is not known."""
+    schedule = {name: value for name, value in spec["schedule"].items() if name != "steps"}
+
+    async def scenario(store: Store) -> None:
+        control = Control(store, Events(store), Bell(), lambda job: None)
+        shown = []
+        for number, steps in enumerate(({"steps": 0}, {"steps": 7}, {})):
+            tree = {**spec, "output": f"{spec['output']}-{number}", "schedule": {**schedule, **steps}}
+            job, _ = await control.submit(tree, "")
+            shown.append(job.summary(None).steps_shown)
+        assert shown == ["0", "7", "?"]
+        await store.jobs.update(job.id, steps=3)
+        (found,) = (await store.index.page(1)).jobs
+        assert found.summary(None).steps_shown == "3"
+
+    with_store(redis_url, scenario)
