@@ -118,7 +118,7 @@ class Fsdp2Backend(ShardedModel):
             spec.trainer.optimizer,
             device,
             offload_optimizer=options.offload_optimizer,
-            late_sum=sharding.late_sum,
+            sums=sharding.sums,
         )
         self._chunked = self._scores_in_chunks(options.logprob_chunk_tokens, reference.logprob_chunk_tokens)
         if options.offload_activations:

@@ -85,7 +85,7 @@ class Fsdp2Critic(ShardedModel):
             chosen.optimizer,
             device,
             offload_optimizer=options.offload_optimizer,
-            late_sum=sharding.late_sum,
+            sums=sharding.sums,
         )
         if options.offload_activations:
             self.offload_activations(decoder_layers(module))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, PreTrainedModel
 
 from millrace.data import quantization
@@ -23,7 +23,7 @@ from services.trainer.backends.fsdp2.computable import check_computable, named
 from services.trainer.backends.fsdp2.loading import FIX, ModelFolder
 from services.trainer.backends.fsdp2.proof.tiny import set_noise
 from services.trainer.backends.fsdp2.sequence_parallel import SequenceGroup
-from services.trainer.backends.fsdp2.sharded_model import LateSum
+from services.trainer.backends.fsdp2.sharded_model import Sums
 from services.trainer.backends.tower import tower_blocks, with_tower, without_tower
 from services.trainer.ranks import collectives
 
@@ -52,16 +52,14 @@ class Sharding:
     """The tower for images is a part of the module."""
 
     @property
-    def late_sum(self) -> LateSum | None:
-        """FSDP's switch for the micro-batches before the last of an update. Where a shard is the whole module, their
-        gradients stay where the backward pass adds them up; where copies of the module are sharded, each shard's own
-        sum stays. None: each micro-batch's gradients are reduced. What stays is on the device, so this is None if
-        shards are in host memory."""
+    def sums(self) -> Sums:
+        """How gradients are added up over the micro-batches of an update. What is not reduced at once is on the device,
+        so all are if shards are in host memory."""
         if self.offload:
-            return None
-        if self.mesh.shape[-1] == 1:
-            return FSDPModule.set_requires_gradient_sync
-        return FSDPModule.set_requires_all_reduce if self.mesh.ndim > 1 else None
+            return Sums.REDUCED
+        if self.mesh.ndim > 1:
+            return Sums.OWN_SHARD
+        return Sums.WHOLE if self.mesh.size() == 1 else Sums.REDUCED
 
 
 def load_config(model: Model, field: str = FIELD) -> Any:

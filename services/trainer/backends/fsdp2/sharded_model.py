@@ -1,6 +1,7 @@
 """A sharded module with its AdamW: the common part of policy and critic."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -16,8 +17,18 @@ from services.trainer.protocol.local_tensors import NamedTensors
 from services.trainer.protocol.microbatch import MicroBatch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-LateSum = Callable[[FSDPModule, bool], None]
-"""Says to a sharded module whether the next backward pass reduces gradients over the ranks."""
+
+
+class Sums(Enum):
+    """How gradients are added up over the micro-batches of an update."""
+
+    REDUCED = auto()
+    """After each micro-batch over all ranks; a rank keeps its shard of the sum."""
+    OWN_SHARD = auto()
+    """After each micro-batch over the ranks that share a copy of the model; over the copies after the last one."""
+    WHOLE = auto()
+    """One rank has the whole module: where the backward pass leaves them. FSDP would copy each micro-batch's to
+    float32, divide them by 1, copy and add them."""
 
 
 class DeviceAdamW:
@@ -83,26 +94,29 @@ class ShardedModel:
         device: torch.device,
         *,
         offload_optimizer: bool = False,
-        late_sum: LateSum | None = None,
+        sums: Sums = Sums.REDUCED,
     ) -> None:
-        """`late_sum`: ranks reduce their gradients once an update, see `with_gradients_added_up`."""
         self._model: Any = module
         self._trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self._frozen: list[Tensor] = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._device = device
-        self._late_sum = late_sum
+        self._sums = sums
+        if sums is Sums.WHOLE:
+            self._model.set_requires_gradient_sync(False)
         self._activations: ActivationOffload | None = None
         kind = HostAdamW if offload_optimizer else DeviceAdamW
         self._optimizer: HostAdamW | DeviceAdamW = kind(self._trained, chosen)
         self.updates = 0
 
     def with_gradients_added_up(self, microbatches: Sequence[MicroBatch], *, more: bool) -> Iterator[MicroBatch]:
-        """The micro-batches, for a forward and a backward pass each. With `late_sum` ranks reduce their gradients in
-        the backward pass of the last one, unless `more` follow; until then each rank has the sum of its own."""
+        """The micro-batches, for a forward and a backward pass each. After the last one parameters have their
+        gradients, unless `more` follow: see `Sums`."""
         for number, batch in enumerate(microbatches, 1):
-            if self._late_sum is not None:
-                self._late_sum(self._model, number == len(microbatches) and not more)
+            if self._sums is Sums.OWN_SHARD:
+                self._model.set_requires_all_reduce(number == len(microbatches) and not more)
             yield batch
+        if self._sums is Sums.WHOLE and not more:
+            take_own_sums(self._model)
 
     def offload_activations(self, layers: Iterable[nn.Module]) -> None:
         """Later passes keep in host memory what the module saves; `layers` as in `ActivationOffload.install`."""
@@ -127,7 +141,7 @@ class ShardedModel:
 
     def zero_gradients(self) -> None:
         self._optimizer.zero_grad()
-        if self._late_sum is not None:
+        if self._sums is not Sums.REDUCED:
             forget_own_sums(self._model)
 
     def abandon_pass(self) -> None:
@@ -166,15 +180,34 @@ def reset_sharding(module: Any) -> None:
         module.reshard()
 
 
+def take_own_sums(module: nn.Module) -> None:
+    """Gives the parameters of a module that one rank has whole the gradients that FSDP has added up."""
+    for group in _groups(module):
+        for parameter in group.fsdp_params:
+            gradient = parameter.unsharded_accumulated_grad
+            if gradient is None and hasattr(parameter, "_unsharded_param"):
+                gradient = parameter._unsharded_param.grad
+            if gradient is not None:
+                sharded = parameter.sharded_param
+                sharded.grad = parameter.to_sharded_dtensor(gradient.to(sharded.dtype))
+    forget_own_sums(module)
+
+
 def forget_own_sums(module: nn.Module) -> None:
     """Forgets what a rank has added up of its own micro-batches, if a pass ended before the last of them: FSDP would
     add it to the next pass."""
+    for group in _groups(module):
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # from the first pass on
+                parameter._unsharded_param.grad = None
+
+
+def _groups(module: nn.Module) -> Iterator[Any]:
+    """What FSDP keeps of each part that is gathered as a unit."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             state: Any = part._get_fsdp_state()
             if (group := state._fsdp_param_group) is not None:
-                group._partial_reduce_output = None
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):  # from the first pass on
-                        parameter._unsharded_param.grad = None
+                yield group
