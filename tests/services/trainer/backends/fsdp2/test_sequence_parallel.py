@@ -23,6 +23,7 @@ from transformers import (
 from millrace.errors import InvalidJob
 from services.trainer.backends import build
 from services.trainer.backends.fsdp2 import activation_offload as activations
+from services.trainer.backends.fsdp2 import host_adamw
 from services.trainer.backends.fsdp2.attention import attend, exchanged
 from services.trainer.backends.fsdp2.sequence_parallel import HeadExchange, divide_ranks
 from services.trainer.backends.recurrence import Segments
@@ -70,10 +71,14 @@ def shared_by(ranks: int, **others: Any) -> dict[str, Any]:
 
 LORA = {"lora": {"rank": 4, "alpha": 8}}
 RECOMPUTE = {"activation_recompute": True}
+OFFLOADS = {"offload_parameters": True, "offload_optimizer": True, "offload_activations": True}
 CASES = {
-    # four ranks share two key-value heads
+    # four ranks share two key-value heads, and have two copies of the model
     "tied, with a reference of another size": Case(
-        "tied", shared_by(4), {"algorithm": KL, "trainer": {"updates_per_step": 2}}, {"reference": 2}
+        "tied",
+        shared_by(4, fsdp_size=2, **OFFLOADS),
+        {"algorithm": KL, "trainer": {"updates_per_step": 2}},
+        {"reference": 2},
     ),
     "experts, with a critic of another size": Case(
         "experts", shared_by(4), {"algorithm": algorithm(kl=None, kl_in="loss"), "trainer": RECOMPUTE}, {"critic": 2}
@@ -166,7 +171,7 @@ def measured(case: Case, folder: Path, *, shared: bool) -> tuple[dict[str, Tenso
 
 def on_rank(rank: int, folder: Path, cases: Mapping[str, Case]) -> None:
     torch.set_num_threads(1)
-    activations.SMALLEST_BYTES = 0
+    activations.SMALLEST_BYTES, host_adamw.PART_BYTES = 0, 20_000
     store = dist.FileStore(str(folder / "store"), RANKS)
     dist.init_process_group("cpu:gloo", store=store, rank=rank, world_size=RANKS)
     check_random_numbers()
@@ -248,7 +253,7 @@ def test_sharing_a_micro_batch_changes_no_number(one_rank: torch.device, folder:
 
 
 @pytest.mark.slow
-@pytest.mark.matrix  # the test above and offload/test_divisions.py have the parts of these
+@pytest.mark.matrix  # the test above and offload/test_combinations.py have the parts of these
 def test_sharing_a_micro_batch_composes(one_rank: torch.device, folder: Path) -> None:
     compare(folder, MATRIX)
 

@@ -32,13 +32,13 @@ Cases = Mapping[str, dict[str, Any]]
 CASES: Cases = {
     "plain": {},
     "copies": {"fsdp_size": 2},
-    "copies-host": {"fsdp_size": 2, "offload_parameters": True, "offload_activations": True},
 }
 MATRIX: Cases = {
+    "copies-host": {"fsdp_size": 2, "offload_parameters": True, "offload_activations": True},
     "host": {"offload_parameters": True},
     "copies-moments": {"fsdp_size": 2, "offload_optimizer": True},
 }
-"""For `make test-all`: offload/test_divisions.py has both."""
+"""For `make test-all`: test_sequence_parallel.py has copies with all of these."""
 RANKS = 4
 LENGTHS = [(3, 9), (12, 4), (7, 20), (5, 5), (2, 8), (4, 1), (9, 11), (6, 3)]
 CLOSE = 2e-5

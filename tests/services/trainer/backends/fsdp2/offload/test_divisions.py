@@ -30,7 +30,7 @@ from tests.services.trainer.backends.fsdp2.offload.test_combinations import (
     updated,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 RANKS = 4
 CLOSE = 2e-5
 
@@ -85,11 +85,11 @@ def check(folder: Path, model: Path, one_rank: torch.device, case: Case) -> None
 @pytest.mark.parametrize(
     "case",
     [
+        # test_combinations.py has an adapter with parameters in host memory on one rank.
         pytest.param(
-            Case(2, 2, ("offload_parameters", "offload_activations"), True, THREE),
-            id="two copies, two share, LoRA",
-            marks=pytest.mark.matrix,  # test_combinations.py has an adapter with parameters in host memory on one rank
+            Case(2, 2, ("offload_parameters", "offload_activations"), True, THREE), id="two copies, two share, LoRA"
         ),
+        # test_sequence_parallel.py has these ranks with weights, optimizer and activations in host memory.
         pytest.param(Case(2, 4, SWITCHES, False, THREE), id="two copies, four share, all"),
     ],
 )
@@ -109,7 +109,6 @@ divided_cases = given(
 )
 
 
-@pytest.mark.matrix  # test_recommended_divisions
 @settings(max_examples=40, suppress_health_check=IGNORED)
 @divided_cases
 def test_many_drawn(
