@@ -151,6 +151,8 @@ MATRIX: dict[int, set[str]] = {
     2: {
         "TP2",
         "PP2",
+        "PP2 uneven",
+        "DP2",
         "MoE EP2 own optimizer state",
         "MoE TP2",
         "MoE TP2 EP2",
@@ -159,6 +161,7 @@ MATRIX: dict[int, set[str]] = {
         "MoE DP2",
         "MLA TP2",
         "MLA EP2",
+        "GDN EP2",
         *OF_FOUR,
     },
     4: set(FOUR),
