@@ -46,7 +46,7 @@ def publication(
     repeats: Annotated[
         int, typer.Option(min=1, help="timed publications for each mode, after one that is not timed")
     ] = 10,
-    message_mb: Annotated[int, typer.Option(min=1, help="MB that a rank sends in one round")] = 128,
+    message_mb: Annotated[float, typer.Option(min=0.001, help="MB that a rank sends in one round")] = 128,
     device: Annotated[str, typer.Option(help="cuda or cpu; empty: cuda if there are enough GPUs")] = "",
     share_gpus: Annotated[
         bool, typer.Option(help="put several ranks on a GPU: to check layouts, not for timings")
@@ -66,7 +66,7 @@ def publication(
                 "replicas": replicas,
                 "modes": [mode for mode in modes.split(",") if mode],
                 "repeats": repeats,
-                "message_bytes": message_mb << 20,
+                "message_bytes": int(message_mb * 2**20),
                 "device": device,
                 "share_gpus": share_gpus,
             },
