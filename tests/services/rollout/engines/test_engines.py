@@ -230,21 +230,29 @@ class WholeReceiver:
             session.leave()
 
 
-@pytest.fixture(
+CASES: list[Any] = [
+    "transformers-tied-float32",
+    "transformers-untied-bfloat16",
+    pytest.param("vllm-tied-float32", marks=pytest.mark.e2e),
+    # an untied head in vLLM, and bfloat16: tests/services/trainer/backends/megatron/test_vllm.py has them too
+    pytest.param("vllm-untied-bfloat16", marks=[pytest.mark.e2e, pytest.mark.matrix]),
+    pytest.param("sglang-tied-bfloat16", marks=pytest.mark.gpu),
+    pytest.param("sglang-untied-bfloat16", marks=pytest.mark.gpu),
+    "transformers-tied-float32-adapter",
+    pytest.param("vllm-untied-bfloat16-adapter", marks=[pytest.mark.e2e, pytest.mark.matrix]),
+    pytest.param("sglang-tied-bfloat16-adapter", marks=pytest.mark.gpu),
+]
+OF_WEIGHTS = ("transformers-untied-bfloat16", "transformers-tied-float32-adapter")
+of_requests = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.matrix) if case in OF_WEIGHTS else case for case in CASES],
+    indirect=True,
     scope="module",
-    params=[
-        "transformers-tied-float32",
-        "transformers-untied-bfloat16",
-        pytest.param("vllm-tied-float32", marks=pytest.mark.e2e),
-        # an untied head in vLLM, and bfloat16: tests/services/trainer/backends/megatron/test_vllm.py has them too
-        pytest.param("vllm-untied-bfloat16", marks=[pytest.mark.e2e, pytest.mark.matrix]),
-        pytest.param("sglang-tied-bfloat16", marks=pytest.mark.gpu),
-        pytest.param("sglang-untied-bfloat16", marks=pytest.mark.gpu),
-        "transformers-tied-float32-adapter",
-        pytest.param("vllm-untied-bfloat16-adapter", marks=[pytest.mark.e2e, pytest.mark.matrix]),
-        pytest.param("sglang-tied-bfloat16-adapter", marks=pytest.mark.gpu),
-    ],
 )
+"""For what an engine does with requests, whatever its weights are: `make test` has it with one kind of each engine."""
+
+
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, run: Run, tied_model: Path, untied_model: Path) -> Iterator[Case]:
     name, embeddings, dtype, *adapter = request.param.split("-")
     skip_without(name)
@@ -286,6 +294,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(case: Case, run: Ru
     assert case.agrees_with_all(run(case.samples(6, PROMPT, **sampling)), sampling)
 
 
+@of_requests
 def test_requests_of_different_sampling_do_not_mix(case: Case, run: Run) -> None:
     mixed = [{"temperature": 0.0}, {"temperature": 0.5, "top_p": 0.8}, {"temperature": 1.0}, {"top_k": 5}]
 
@@ -306,6 +315,7 @@ def test_temperature_zero_is_greedy(case: Case, run: Run) -> None:
     assert case.agrees(first.logprobs, logprobs(case.model, PROMPT, first.tokens))
 
 
+@of_requests
 def test_answer_may_be_empty(case: Case, run: Run) -> None:
     prompt = greedy_prompt(case.model, END_OF_TURN)
     (sample,) = run(case.samples(1, prompt, temperature=0.0))
@@ -313,6 +323,7 @@ def test_answer_may_be_empty(case: Case, run: Run) -> None:
     assert (sample.text, sample.stop_reason) == ("", StopReason.END_OF_TURN)
 
 
+@of_requests
 def test_end_of_turn_is_the_last_token(case: Case, run: Run) -> None:
     samples = run(case.samples(48, PROMPT, max_response_tokens=100))
     ended = [s for s in samples if s.stop_reason is StopReason.END_OF_TURN]
@@ -322,6 +333,7 @@ def test_end_of_turn_is_the_last_token(case: Case, run: Run) -> None:
         assert (sample.tokens[-1] == END_OF_TURN) == (sample.stop_reason is StopReason.END_OF_TURN)
 
 
+@of_requests
 def test_text_is_the_tokens_without_specials_whatever_bytes_they_are(case: Case, run: Run) -> None:
     tokenizer = byte_tokenizer()
     for prompt in (PROMPT, [257, *"naïve 漢字 🦆".encode()]):
@@ -329,6 +341,7 @@ def test_text_is_the_tokens_without_specials_whatever_bytes_they_are(case: Case,
             assert sample.text == tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
 
 
+@of_requests
 def test_stop_string_ends_a_sample_and_is_not_in_its_text(case: Case, run: Run) -> None:
     (whole,) = run(case.samples(1, PROMPT, temperature=0.0, max_response_tokens=60))
     stop = whole.text[4:6]
@@ -348,6 +361,7 @@ SAMPLINGS = {
 
 
 @pytest.mark.parametrize("ending", SAMPLINGS)
+@of_requests
 def test_a_continued_answer_is_the_one_without_a_cut(case: Case, run: Run, ending: str) -> None:
     prompt = [257, *b"x" * 379] if ending == "context" else PROMPT
     sampling = SAMPLINGS[ending]
@@ -372,6 +386,7 @@ def test_a_continued_answer_is_the_one_without_a_cut(case: Case, run: Run, endin
             assert np.abs(sample.logprobs - whole.logprobs).max() < 1e-3
 
 
+@of_requests
 def test_a_prefix_that_is_a_whole_answer_is_the_answer(case: Case, run: Run) -> None:
     samples = run(case.samples(48, PROMPT, max_response_tokens=100))
     ended = next(s for s in samples if s.stop_reason is StopReason.END_OF_TURN)
@@ -420,6 +435,7 @@ def test_an_answer_is_followed_and_continued_under_other_weights(case: Case, run
         assert case.agrees(sample.logprobs, [*old[: len(part)], *new[len(part) :]])
 
 
+@of_requests
 def test_context_ends_a_sample(case: Case, run: Run) -> None:
     prompt = [257, *b"x" * 379]  # of the 400 tokens that prompt and response may have
     samples = run(case.samples(8, prompt, max_response_tokens=500))
@@ -430,6 +446,7 @@ def test_context_ends_a_sample(case: Case, run: Run) -> None:
         assert case.agrees(sample.logprobs, logprobs(case.model, prompt, sample.tokens))
 
 
+@of_requests
 def test_cancelling_aborts_in_the_engine_and_leaves_the_others(case: Case, run: Run) -> None:
     async def scenario() -> list[Completion]:
         sampling = Sampling(max_response_tokens=200)
@@ -447,6 +464,7 @@ def test_cancelling_aborts_in_the_engine_and_leaves_the_others(case: Case, run: 
         assert case.agrees(sample.logprobs, logprobs(case.model, PROMPT, sample.tokens))
 
 
+@of_requests
 def test_more_requests_than_fit_wait_their_turn(case: Case, run: Run) -> None:
     async def scenario() -> tuple[list[Completion], list[tuple[int, int]], list[EngineStats]]:
         seen: list[tuple[int, int]] = []
