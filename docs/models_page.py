@@ -242,6 +242,7 @@ def _unequal_in_sglang() -> str:
     rows = [
         *((f"`{kind}`", f"with another entry than {_entries(given)}") for kind, given in sorted(entries.items())),
         (_names(sglang.UNSCALED), "with a `rope_type` other than `default`: SGLang does not scale"),
+        (_names(frozenset(sglang.PARTIAL)), "with a `partial_rotary_factor` only inside `rope_parameters`"),
         ("all", "with an `attention_factor` of its own in the `yarn` settings of rotary positions"),
         (_names(sglang.FULL_ATTENTION), f"{windows}: SGLang has none"),
         (_names(sglang.FULL_IF_USED), f"with `use_sliding_window: true`, {windows}: SGLang has none"),

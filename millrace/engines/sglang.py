@@ -39,6 +39,12 @@ IGNORED: Mapping[str, Mapping[str, Any]] = {"deepseek_v2": {"norm_topk_prob": Fa
 computes with."""
 UNSCALED = frozenset(["gemma", "gemma2", "granitemoe", "mixtral", "olmo", "persimmon", "phi", "stablelm", "starcoder2"])
 """Model types whose rotary positions SGLang does not scale, whatever the config says."""
+PARTIAL: Mapping[str, float] = {
+    **dict.fromkeys(("afmoe", "apertus", "arcee", "llama", "mistral", "phi3"), 1.0),
+    **{"persimmon": 0.5, "phi": 0.5, "stablelm": 0.25},
+}
+"""Model types of which SGLang does not look for `partial_rotary_factor` among the settings of rotary positions, where
+transformers takes it first; and what it computes with if the config has it nowhere else."""
 FULL_ATTENTION = frozenset(["ministral3", "mistral", "mixtral", "phi3", "starcoder2"])
 """Model types that have windows in transformers and none in SGLang."""
 FULL_IF_USED = frozenset(["qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen3", "qwen3_moe"])
@@ -65,6 +71,9 @@ def unequal(config: Mapping[str, Any], longest: int) -> str:
         return "SGLang chooses experts by groups although its topk_method is greedy"
     if reason := other_latents("SGLang", config) or other_longrope("SGLang", config):
         return reason
+    beside, inside = config.get("partial_rotary_factor", PARTIAL.get(kind)), rope.get("partial_rotary_factor")
+    if kind in PARTIAL and inside not in (None, beside):
+        return f"SGLang turns a part of {beside} of each head, and transformers the partial_rotary_factor of {inside}"
     return _other_rope(kind, rope) or _other_windows(kind, config, longest)
 
 

@@ -213,6 +213,7 @@ def test_what_will_not_do_is_refused_before_anything_starts(tmp_path: Path) -> N
         sglang_options.check_model(quantized)
 
 
+PARTIAL = {"rope_type": "default", "partial_rotary_factor": 0.75}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -231,6 +232,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"model_type": "deepseek_v3", "rms_norm_eps": 1e-5}, ""),
         ({"model_type": "deepseek_v3", "rms_norm_eps": 1e-4}, "SGLang norms latents with its rms_norm_eps of 0.0001"),
         ({"model_type": "mixtral", "rope_scaling": {"type": "linear", "factor": 2.0}}, "of the type linear"),
+        ({"model_type": "phi", "rope_parameters": {"partial_rotary_factor": 0.5}}, ""),
+        ({"model_type": "phi", "rope_parameters": {"partial_rotary_factor": 0.4}}, "a part of 0.5 .* of 0.4"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.75, "rope_parameters": PARTIAL}, ""),
+        ({"model_type": "phi3", "rope_parameters": PARTIAL}, "a part of 1.0 .* of 0.75"),
         ({"model_type": "qwen3", "rope_scaling": YARN}, ""),
         ({"model_type": "qwen3", "rope_scaling": {**YARN, "attention_factor": 0.1 * math.log(4) + 1}}, ""),
         ({"model_type": "qwen3", "rope_scaling": {**YARN, "attention_factor": 1.0}}, "attention_factor = 1.0"),
