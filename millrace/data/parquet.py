@@ -1,4 +1,4 @@
-"""Parquet files: mapped into memory, with the row groups that were used last kept decoded."""
+"""Parquet files, with the row groups that were used last kept decoded."""
 
 import threading
 from bisect import bisect_right
@@ -47,7 +47,8 @@ class ParquetRows(RowFile):
     def __init__(self, path: str, field: str, cache: RowGroupCache) -> None:
         self._path, self._field = path, field
         try:
-            self._file = pq.ParquetFile(path, memory_map=True)
+            # Not mapped into memory: reading a mapped file that somebody cuts kills the process with SIGBUS.
+            self._file = pq.ParquetFile(path, memory_map=False)
         except (pa.ArrowException, OSError) as error:
             raise refused(field, path, f"is not a Parquet file: {error}", "write the file again.") from error
         metadata = self._file.metadata

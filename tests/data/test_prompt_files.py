@@ -303,6 +303,16 @@ def test_a_damaged_row_group_costs_its_rows_only(tmp_path: Path) -> None:
     assert "row 5: cannot be read" in bad_row(source, 5)
 
 
+def test_a_parquet_file_that_is_written_again_costs_its_rows_and_not_the_process(tmp_path: Path) -> None:
+    path = write_raw(tmp_path / "a.parquet", [raw_row(n) for n in range(8)])
+    source = open_source([path])
+    first = source[3]
+    assert str(path) not in Path("/proc/self/maps").read_text(), "reading beyond its end would kill this process"
+    path.write_bytes(b"")
+    assert source[3] == first
+    assert "row 5: cannot be read" in bad_row(source, 5)
+
+
 def test_files_or_a_procedural_source_but_not_both() -> None:
     for files, procedural in (([], None), (["a.jsonl"], "reasoning_gym:spell_backward")):
         with pytest.raises(InvalidJob, match=r"(both files and|neither files nor) a "):
