@@ -102,7 +102,7 @@ class ShardedModel:
         self._device = device
         self._sums = sums
         if sums is Sums.WHOLE:
-            self._model.set_requires_gradient_sync(False)
+            self._model.set_requires_gradient_sync(False)  # type: ignore[operator]
         self._activations: ActivationOffload | None = None
         kind = HostAdamW if offload_optimizer else DeviceAdamW
         self._optimizer: HostAdamW | DeviceAdamW = kind(self._trained, chosen)
