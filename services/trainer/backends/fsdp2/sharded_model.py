@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,8 +101,10 @@ class ShardedModel:
         self._frozen: list[Tensor] = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._device = device
         self._sums = sums
+        self._sums_stream: torch.cuda.Stream | None = None
         if sums is Sums.WHOLE:
-            self._model.set_requires_gradient_sync(False)  # type: ignore[operator]
+            cast(FSDPModule, module).set_requires_gradient_sync(False)
+            self._sums_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._activations: ActivationOffload | None = None
         kind = HostAdamW if offload_optimizer else DeviceAdamW
         self._optimizer: HostAdamW | DeviceAdamW = kind(self._trained, chosen)
@@ -111,6 +113,8 @@ class ShardedModel:
     def with_gradients_added_up(self, microbatches: Sequence[MicroBatch], *, more: bool) -> Iterator[MicroBatch]:
         """The micro-batches, for a forward and a backward pass each. After the last one parameters have their
         gradients, unless `more` follow: see `Sums`."""
+        if self._sums is Sums.WHOLE:
+            begin_own_sums(self._model, self._sums_stream)
         for number, batch in enumerate(microbatches, 1):
             if self._sums is Sums.OWN_SHARD:
                 self._model.set_requires_all_reduce(number == len(microbatches) and not more)
@@ -154,7 +158,7 @@ class ShardedModel:
 
     def held(self) -> dict[Part, list[Tensor]]:
         trained: list[Tensor] = list(self._trained.values())
-        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None] + own_sums(self._model)
         moments = self._optimizer.tensors()
         if self._frozen:
             return {Part.WEIGHTS: self._frozen, Part.ADAPTER: [*trained, *gradients, *moments]}
@@ -180,17 +184,32 @@ def reset_sharding(module: Any) -> None:
         module.reshard()
 
 
-def take_own_sums(module: nn.Module) -> None:
-    """Gives the parameters of a module that one rank has whole the gradients that FSDP has added up."""
+def begin_own_sums(module: nn.Module, stream: torch.cuda.Stream | None) -> None:
+    """Gives FSDP zeros to add the gradients of a module to that one rank has whole, unless it has them. `stream` only
+    allocates: among activations, whose sizes change, this memory would leave gaps that are of no use."""
     for group in _groups(module):
         for parameter in group.fsdp_params:
-            gradient = parameter.unsharded_accumulated_grad
-            if gradient is None and hasattr(parameter, "_unsharded_param"):
-                gradient = parameter._unsharded_param.grad
-            if gradient is not None:
-                sharded = parameter.sharded_param
-                sharded.grad = parameter.to_sharded_dtensor(gradient.to(sharded.dtype))
+            sharded = parameter.sharded_param
+            if sharded.requires_grad and sharded.grad is None and parameter.unsharded_accumulated_grad is None:
+                with torch.no_grad(), torch.cuda.stream(stream):
+                    zeros = torch.empty(sharded.shape, dtype=torch.float32, device=sharded.device)
+                parameter.unsharded_accumulated_grad = zeros.zero_()
+
+
+def take_own_sums(module: nn.Module) -> None:
+    """Gives the parameters their sums. One that no pass used has no gradient."""
+    for group in _groups(module):
+        for parameter in group.fsdp_params:
+            total, sharded = parameter.unsharded_accumulated_grad, parameter.sharded_param
+            if total is not None and total._version > 1:  # changed since it was set to 0
+                sharded.grad = parameter.to_sharded_dtensor(total.to(sharded.dtype))
     forget_own_sums(module)
+
+
+def own_sums(module: nn.Module) -> list[Tensor]:
+    """What FSDP has added up and not reduced."""
+    kept = [parameter.unsharded_accumulated_grad for group in _groups(module) for parameter in group.fsdp_params]
+    return [total for total in kept if total is not None]
 
 
 def forget_own_sums(module: nn.Module) -> None:
