@@ -198,10 +198,9 @@ def _synchronize() -> None:
 def draw_weights(backends: Collection[str] = ("fsdp2", "megatron")) -> None:
     """The backends draw weights instead of reading a folder that would have to be written first."""
     if "megatron" in backends:
-        from benchmarks.megatron.models import random_weights
-        from services.trainer.backends.megatron import backend as megatron
+        from benchmarks.megatron import models
 
-        megatron.read = random_weights  # type: ignore[attr-defined]
+        models.draw_weights()
     draw_fsdp2_weights()
 
 

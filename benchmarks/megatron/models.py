@@ -28,7 +28,7 @@ LAPTOP = {
 
 
 def shape_folder(root: Path, name: str, layers: int, *, laptop: bool) -> Path:
-    """A folder with a config only: `random_weights` replaces reading the weights."""
+    """A folder with a config only, for `draw_weights`."""
     config = config_of(cut(shape_of(name), layers))
     if laptop:
         config |= {key: value for key, value in LAPTOP.items() if key in config}
@@ -36,6 +36,14 @@ def shape_folder(root: Path, name: str, layers: int, *, laptop: bool) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def draw_weights() -> None:
+    """The megatron backend draws weights instead of reading a folder and checking what it stores."""
+    from services.trainer.backends.megatron import backend
+
+    backend.read = random_weights  # type: ignore[attr-defined]
+    backend.check_whole_folder = lambda *_, **__: None  # type: ignore[attr-defined]
 
 
 def random_weights(
