@@ -81,10 +81,11 @@ def fork_when_asked(listener: int, alive: int) -> None:
 
 
 def shared(server: forkserver.ForkServer, name: str) -> forkserver.ForkServer:
-    """`server`, which stands for the run's if there is one."""
+    """`server`, which stands for the run's if there is one. A process that a server has forked stays with that one:
+    workers of vLLM come from the server of their core."""
     server.set_forkserver_preload(PRELOADED[name])
-    if folder := os.environ.get(FOLDER):
-        fields: Any = server
+    fields: Any = server
+    if (folder := os.environ.get(FOLDER)) and fields._forkserver_address is None:
         fields._forkserver_address = f"{folder}/{name}"
         fields._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # the run's server ends with the run
         fields.ensure_running = resource_tracker.ensure_running

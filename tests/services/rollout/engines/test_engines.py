@@ -797,9 +797,19 @@ def kill(engine: Any) -> None:
     if engine.name == "sglang":
         os.kill(engine._engine.get_all_child_pids()[0], signal.SIGKILL)
         return
-    below = [(p, " ".join(p.cmdline())) for p in psutil.Process().children(recursive=True)]
-    workers = [p for p, command in below if "VLLM::Worker" in command]
-    if not workers:  # a single one is in the core's process on GPUs
-        workers = [p for p, command in below if "VLLM::EngineCore" in command]
-    assert len(workers) == 1
-    workers[0].kill()
+    (process,) = engine._llm.engine_core.resources.engine_manager.processes
+    core = psutil.Process(process.pid)
+    parent = core.parent()
+    assert parent is not None
+    # Both may be forked from one server, which has other engines' too; a worker has pipes in common with its core.
+    own, near = pipes(core) - pipes(parent), [*core.children(), *parent.children()]
+    workers = [p for p in near if "VLLM::Worker" in " ".join(p.cmdline()) and pipes(p) & own]
+    assert len(workers) <= 1
+    (*workers, core)[0].kill()  # a single one is in the core's process on GPUs
+
+
+def pipes(process: psutil.Process) -> set[str]:
+    """The pipes of a process but its standard files."""
+    folder = Path(f"/proc/{process.pid}/fd")
+    files = (os.readlink(file) for file in folder.iterdir() if int(file.name) > 2)
+    return {file for file in files if file.startswith("pipe:")}
