@@ -177,6 +177,10 @@ NOT_RUN = """The others did not run: this build of vLLM does not start on them, 
 tensors for which vLLM has no place."""
 
 
+Row = tuple[str, str]
+"""Model types, and what is not equal."""
+
+
 def page() -> str:
     """The page."""
     every = ", ".join(f"`{name}`" for name in ATTENTIONS)
@@ -201,30 +205,41 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-GREEDY = "with `topk_method: greedy` and several groups of experts"
-YARN = (
-    "with an `attention_factor`, `truncate: false`, `mscale` or `mscale_all_dim` without the other in the `yarn` "
-    "settings, or another `rope_type`"
-)
-LONGROPE = "with an `attention_factor`, a `factor` or an `mscale` of its own in the `longrope` settings"
-LATENTS = f"with an `rms_norm_eps` over {LARGEST_EPSILON:g}: transformers has 1e-06 in the norms of latents"
+def _of_entries(assumed: Mapping[str, Mapping[str, Any]], ignored: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """Rows of the model types in whose configs an engine and transformers follow other entries."""
+    kinds = sorted({*assumed, *ignored})
+    given = {kind: {**assumed.get(kind, {}), **ignored.get(kind, {})} for kind in kinds}
+    return [(f"`{kind}`", f"with another entry than {_entries(given[kind])}") for kind in kinds]
+
+
+def _of_both() -> list[Row]:
+    """Rows of what vLLM and SGLang compute alike, and transformers otherwise."""
+    yarn = (
+        "with an `attention_factor`, `truncate: false`, `mscale` or `mscale_all_dim` without the other in the `yarn` "
+        "settings, or another `rope_type`"
+    )
+    return [
+        ("`deepseek_v2`", "with `topk_method: greedy` and several groups of experts"),
+        (
+            _names(LATENT_NORMS),
+            f"with an `rms_norm_eps` over {LARGEST_EPSILON:g}: transformers has 1e-06 in the norms of latents",
+        ),
+        (_names(DEEPSEEK_YARN), yarn),
+        ("all", "with an `attention_factor`, a `factor` or an `mscale` of its own in the `longrope` settings"),
+    ]
 
 
 def _unequal() -> str:
     """The table of what vLLM computes otherwise than transformers."""
     windows = "in texts longer than `sliding_window`: vLLM's windows have one token more"
     axes = "without `mrope_section` and `mrope_interleaved: true`, or with a `rope_type` of its own"
-    entries = {kind: {**ASSUMED.get(kind, {}), **IGNORED.get(kind, {})} for kind in {*ASSUMED, *IGNORED}}
     rows = [
         (_names(SHIFTED_WINDOWS), windows),
         (_names(NO_WINDOWS), "with a `sliding_window`, in texts longer than it: transformers has none in these models"),
         ("`qwen2_moe`", "with `use_sliding_window: true`, in texts longer than `sliding_window`"),
         ("`ministral3`", "with a `llama_4_scaling_beta`, in texts longer than `original_max_position_embeddings`"),
-        *((f"`{kind}`", f"with another entry than {_entries(given)}") for kind, given in sorted(entries.items())),
-        ("`deepseek_v2`", GREEDY),
-        (_names(LATENT_NORMS), LATENTS),
-        (_names(DEEPSEEK_YARN), YARN),
-        ("all", LONGROPE),
+        *_of_entries(ASSUMED, IGNORED),
+        *_of_both(),
         (_names(IN_TURNS), axes),
         (_names(IN_TURNS_WITH_IMAGES), f"in jobs with images, {axes}"),
         (_names(tuple(NORMALISED)), "with `norm_topk_prob: false`; Qwen3-VL also without the entry"),
@@ -236,26 +251,21 @@ def _unequal() -> str:
 
 def _unequal_in_sglang() -> str:
     """The table of what SGLang computes otherwise than transformers."""
-    own = {*sglang.ASSUMED, *sglang.IGNORED}
-    entries = {kind: {**sglang.ASSUMED.get(kind, {}), **sglang.IGNORED.get(kind, {})} for kind in own}
     windows = "in texts longer than `sliding_window`"
     rows = [
-        *((f"`{kind}`", f"with another entry than {_entries(given)}") for kind, given in sorted(entries.items())),
+        *_of_entries(sglang.ASSUMED, sglang.IGNORED),
         (_names(sglang.UNSCALED), "with a `rope_type` other than `default`: SGLang does not scale"),
         (_names(frozenset(sglang.PARTIAL)), "with a `partial_rotary_factor` only inside `rope_parameters`"),
         ("all", "with an `attention_factor` of its own in the `yarn` settings of rotary positions"),
         (_names(sglang.FULL_ATTENTION), f"{windows}: SGLang has none"),
         (_names(sglang.FULL_IF_USED), f"with `use_sliding_window: true`, {windows}: SGLang has none"),
         (_names(sglang.SHIFTED_WINDOWS), f"{windows}: SGLang's windows have one token more"),
-        ("`deepseek_v2`", GREEDY),
-        (_names(LATENT_NORMS), LATENTS),
-        (_names(DEEPSEEK_YARN), YARN),
-        ("all", LONGROPE),
+        *_of_both(),
     ]
     return _table(rows)
 
 
-def _table(rows: Sequence[tuple[str, str]]) -> str:
+def _table(rows: Sequence[Row]) -> str:
     return "\n".join(["| model type | what is not equal |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)])
 
 

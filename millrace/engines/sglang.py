@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.descriptors import EngineDescriptor
-from millrace.engines.vllm import EXPERTS_MOVE, NO_DRAFT_WEIGHTS, SAMPLING_FIELDS, other_latents, other_longrope
+from millrace.engines.vllm import EXPERTS_MOVE, NO_DRAFT_WEIGHTS, SAMPLING_FIELDS, other_latents, other_longrope, rotary
 from millrace.software import TESTED_TORCH, Software
 from millrace.validation.names import by_name
 
@@ -58,8 +58,7 @@ SHIFTED_WINDOWS = frozenset(["cohere2", "cohere2_moe", "cwm", "exaone_moe", "min
 def unequal(config: Mapping[str, Any], longest: int) -> str:
     """Why SGLang computes the model otherwise than the trainer does, in texts of up to `longest` tokens; empty if that
     is not known of it. `config`: the entries of the text part of its config.json."""
-    kind = str(config.get("model_type"))
-    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind, (rope, type_) = str(config.get("model_type")), rotary(config)
     stated = {**config, "rope_theta": rope["rope_theta"]} if "rope_theta" in rope else config
     for name, value in ASSUMED.get(kind, {}).items():
         if (found := stated.get(name, DEFAULTS.get(kind, {}).get(name, value))) != value:
@@ -74,12 +73,12 @@ def unequal(config: Mapping[str, Any], longest: int) -> str:
     beside, inside = config.get("partial_rotary_factor", PARTIAL.get(kind)), rope.get("partial_rotary_factor")
     if kind in PARTIAL and inside not in (None, beside):
         return f"SGLang turns a part of {beside} of each head, and transformers the partial_rotary_factor of {inside}"
-    return _other_rope(kind, rope) or _other_windows(kind, config, longest)
+    return _other_rope(kind, type_, rope) or _other_windows(kind, config, longest)
 
 
-def _other_rope(kind: str, rope: Mapping[str, Any]) -> str:
+def _other_rope(kind: str, type_: str, rope: Mapping[str, Any]) -> str:
     """Why rotary positions are other than in transformers; empty if they are not."""
-    type_, factor = rope.get("rope_type") or rope.get("type") or "default", rope.get("attention_factor")
+    factor = rope.get("attention_factor")
     if kind in UNSCALED and type_ != "default":
         return f"SGLang does not scale the rotary positions of {kind}, and its config has those of the type {type_}"
     if type_ == "yarn" and factor is not None and not math.isclose(factor, _yarn_factor(rope), rel_tol=1e-6):

@@ -145,8 +145,7 @@ def other_latents(who: str, config: Mapping[str, Any]) -> str:
 
 def _other_yarn(who: str, config: Mapping[str, Any]) -> str:
     """The same of its rotary positions, for which DeepSeek's code has a YaRN of its own."""
-    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind, type_ = config.get("model_type"), rope.get("rope_type") or rope.get("type") or "default"
+    kind, (rope, type_) = config.get("model_type"), rotary(config)
     if kind not in DEEPSEEK_YARN or type_ == "default":
         return ""
     if type_ != "yarn":
@@ -161,12 +160,18 @@ def _other_yarn(who: str, config: Mapping[str, Any]) -> str:
     return ""
 
 
+def rotary(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The settings of rotary positions that a config has, and their type."""
+    settings: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return settings, settings.get("rope_type") or settings.get("type") or "default"
+
+
 def other_longrope(who: str, config: Mapping[str, Any]) -> str:
     """Why sines and cosines of LongRoPE have another factor in `who` than in transformers; empty if they have not."""
-    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope, type_ = rotary(config)
     longest = config.get("max_position_embeddings")
     original = config.get(ORIGINAL) or rope.get(ORIGINAL) or longest
-    if (rope.get("rope_type") or rope.get("type")) != "longrope" or not longest or not original:
+    if type_ != "longrope" or not longest or not original:
         return ""
     theirs = rope.get("short_mscale") or _longrope_factor(longest / original, original)
     ours = rope.get("attention_factor") or _longrope_factor(rope.get("factor") or longest / original, original)
@@ -213,11 +218,10 @@ def fix_for_unequal(images: bool) -> str:
 
 def _other_axes(config: Mapping[str, Any]) -> str:
     """Why vLLM would divide a head among time, height and width otherwise than transformers; empty if it would not."""
-    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope, type_ = rotary(config)
     if not rope.get("mrope_section") or rope.get("mrope_interleaved") is not True:
         return "vLLM takes the axes of its positions in turns only with mrope_section and mrope_interleaved: true"
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    return "" if kind == "default" else f"rotary positions of the type {kind} by several axes were not compared"
+    return "" if type_ == "default" else f"rotary positions of the type {type_} by several axes were not compared"
 
 
 DESCRIPTOR = EngineDescriptor(
