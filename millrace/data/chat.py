@@ -33,7 +33,7 @@ class Rendered:
     cut: int = 0
     """Number of tokens that were cut off."""
     images: tuple[Any, ...] = ()
-    """Its images, opened."""
+    """The images of the prompt, opened."""
     short_ids: tuple[int, ...] = ()
     """The tokens with one for each image; empty if there are no images."""
 

@@ -53,8 +53,8 @@ class Sharding:
 
     @property
     def sums(self) -> Sums:
-        """How gradients are added up over the micro-batches of an update. What is not reduced at once is on the device,
-        so all are if shards are in host memory."""
+        """How gradients are added up over the micro-batches of an update. Those that are not reduced at once stay on
+        the device, so all are reduced at once if shards are in host memory."""
         if self.offload:
             return Sums.REDUCED
         if self.mesh.ndim > 1:

@@ -27,8 +27,8 @@ class Sums(Enum):
     OWN_SHARD = auto()
     """After each micro-batch over the ranks that share a copy of the model; over the copies after the last one."""
     WHOLE = auto()
-    """One rank has the whole module: where the backward pass leaves them. FSDP would copy each micro-batch's to
-    float32, divide them by 1, copy and add them."""
+    """One rank has the whole module, and gradients are added up where the backward pass leaves them. FSDP would copy
+    those of each micro-batch to float32, divide them by 1, copy and add them."""
 
 
 class DeviceAdamW:
@@ -197,7 +197,7 @@ def begin_own_sums(module: nn.Module, stream: torch.cuda.Stream | None) -> None:
 
 
 def take_own_sums(module: nn.Module) -> None:
-    """Gives the parameters their sums. One that no pass used has no gradient."""
+    """Gives the parameters their sums as gradients. A parameter that no pass used gets none."""
     for group in _groups(module):
         for parameter in group.fsdp_params:
             total, sharded = parameter.unsharded_accumulated_grad, parameter.sharded_param
@@ -207,7 +207,7 @@ def take_own_sums(module: nn.Module) -> None:
 
 
 def own_sums(module: nn.Module) -> list[Tensor]:
-    """What FSDP has added up and not reduced."""
+    """The sums of gradients that FSDP has not reduced."""
     kept = [parameter.unsharded_accumulated_grad for group in _groups(module) for parameter in group.fsdp_params]
     return [total for total in kept if total is not None]
 
@@ -224,7 +224,7 @@ def forget_own_sums(module: nn.Module) -> None:
 
 
 def _groups(module: nn.Module) -> Iterator[Any]:
-    """What FSDP keeps of each part that is gathered as a unit."""
+    """FSDP's group of parameters of each part that is gathered as a unit."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             state: Any = part._get_fsdp_state()

@@ -32,7 +32,7 @@ class Pipeline:
     options: MegatronOptions
     device: torch.device
     images: Images | None = None
-    """In a job with images; the tower on ranks of the first stage."""
+    """The places of images in sequences, with the tower on ranks of the first stage; None in a job without images."""
 
     def backward(self, microbatches: Sequence[MicroBatch], score: ScoreFn, *, temperature: float) -> list[Tensor]:
         """Adds the gradient of the sum of the losses over micro-batches and data-parallel ranks. Returns the scores of

@@ -111,7 +111,7 @@ def check_abandoned(backend: Any, batches: Sequence[MicroBatch]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_rank_reduces_its_gradients_once_an_update(dtype: str, one_rank: torch.device, tied_model: Path) -> None:
+def test_one_rank_adds_its_gradients_up_where_they_are(dtype: str, one_rank: torch.device, tied_model: Path) -> None:
     """Until then they stay where the backward pass adds them up, and a pass that ends early leaves nothing there."""
     backend: Any = build(job_spec(tied_model, trainer={"dtype": dtype}), one_rank)
     batches = micro_batches(slice(None))
