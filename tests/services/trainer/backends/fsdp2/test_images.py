@@ -49,6 +49,8 @@ from tests.services.trainer.checkpoints.saved import save, write_adapter
 from tests.services.trainer.groups import job_spec
 
 CLOSE = 1e-4
+TRAINED = 3e-4
+"""After updates by Adam, which divides small gradients by their own size and so enlarges what they were rounded by."""
 IMAGE = [START, PAD, END]
 DATA = {"files": ["/rows.jsonl"], "procedural": None, "images": {"max_per_prompt": 4}, "max_prompt_tokens": 512}
 TRAINER = {"token_budget": 2048}
@@ -279,7 +281,7 @@ def test_an_adapter_is_trained_as_peft_does(
         optimizer.zero_grad()
     (found,) = backend.logprobs([batch], temperature=1.0)
     expected = torch.cat(alone(folder, samples, model)[0])
-    torch.testing.assert_close(found, expected, atol=CLOSE, rtol=0)
+    torch.testing.assert_close(found, expected, atol=TRAINED, rtol=0)
     begun = torch.cat(alone(folder, samples)[0])
     assert float((expected - begun).abs().max()) > 100 * CLOSE
     (reference,) = backend.logprobs([batch], temperature=1.0, reference=True)
