@@ -412,7 +412,10 @@ def test_an_answer_is_followed_and_continued_under_other_weights(case: Case, run
         await asyncio.gather(*asked, return_exceptions=True)
 
     run(cut())
+    assert any(map(len, parts[1]))
     for early, late in zip(*parts, strict=True):
+        if not len(late):  # vLLM forgets a response at its end, before its completion is made
+            continue
         assert list(early.tokens) == list(late.first(len(early)).tokens)
         assert joined(early.versions, late.after(len(early)).versions) == late.versions
     run(case.publish())
