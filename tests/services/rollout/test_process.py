@@ -136,14 +136,14 @@ def test_a_stuck_thread_does_not_hold_up_its_end(ending: str, status: int, said:
     assert said in ended.stdout + ended.stderr
 
 
+def has_samples(page: str) -> bool:
+    """Whether the engine runs or waits for samples: it does neither between two answers."""
+    return value(page, "millrace_engine_running_samples") + value(page, "millrace_engine_waiting_samples") > 0
+
+
 def check_metrics(member: fleet_pb2.RegisterRequest) -> None:
     """Of a replica that generates for a job."""
-    for _ in range(100):  # between two answers nothing runs
-        page = page_with(member.metrics_port, ["\nmillrace_member_version 1.0\n"])
-        if value(page, "millrace_engine_running_samples") + value(page, "millrace_engine_waiting_samples") > 0:
-            break
-    else:
-        pytest.fail(f"the engine never has samples\n{page}")
+    page = page_with(member.metrics_port, ["\nmillrace_member_version 1.0\n"], has_samples)
     labels = f'engine_release="{member.engine_release}",job_id="{JOB}",member="{member.member_id}"'
     assert f'\nmillrace_member_info{{engine="transformers",{labels}}} 1.0\n' in page
     assert 0.0 < value(page, "millrace_engine_cache_used_ratio") <= 1.0

@@ -1,7 +1,7 @@
 """Pages of metrics, read as Prometheus reads them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -9,15 +9,16 @@ from prometheus_client.parser import text_string_to_metric_families
 WITHIN_S = 60.0
 
 
-def page_with(port: int, wanted: Sequence[str] = ()) -> str:
-    """The page that a service of this host serves at `port`, as soon as it has every text of `wanted`."""
+def page_with(port: int, wanted: Sequence[str] = (), holds: Callable[[str], bool] = bool) -> str:
+    """The page that a service of this host serves at `port`, as soon as it has every text of `wanted` and `holds`
+    is true of it."""
     until = time.monotonic() + WITHIN_S
     while True:
         page = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, timeout=WITHIN_S).text
         missing = [text for text in wanted if text not in page]
-        if not missing:
+        if not missing and holds(page):
             return page
-        assert time.monotonic() < until, f"{missing} is not in\n{page}"
+        assert time.monotonic() < until, f"{missing or holds} is not in\n{page}"
         time.sleep(0.05)
 
 
