@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.data.pictures import MODELS
+from millrace.differences import DEEPSEEK_YARN, LARGEST_EPSILON, LATENT_NORMS
 from millrace.engines import sglang
 from millrace.engines.vllm import (
     ASSUMED,
-    DEEPSEEK_YARN,
     EQUAL_ON_CPU,
     IGNORED,
     IN_TURNS,
     IN_TURNS_WITH_IMAGES,
-    LARGEST_EPSILON,
-    LATENT_NORMS,
     NO_WINDOWS,
     NORMALISED,
     SHIFTED_WINDOWS,

@@ -15,6 +15,10 @@ from millrace.software import Probe, Software
 from millrace.validation.fields import StrictModel
 
 Options = TypeVar("Options", bound=StrictModel)
+SAMPLING_FIELDS = "rollout.temperature, rollout.top_p, rollout.top_k and rollout.stop"
+NO_DRAFT_WEIGHTS = "publications do not reach the weights of a draft model, which would stay random"
+EXPERTS_MOVE = "experts would move or multiply after the replica learned where each of them lies"
+"""What the reserved and unbuilt options of several engines have in common."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ ORDER = {
         telemetry
         contracts sandbox validation
         simulation
-        drops errors ids sequence_cost software imports towers
+        differences drops errors ids sequence_cost software imports towers
     """,
     "services.coordinator": """
         __main__ backup

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.descriptors import EngineDescriptor
-from millrace.engines.vllm import EXPERTS_MOVE, NO_DRAFT_WEIGHTS, SAMPLING_FIELDS, other_latents, other_longrope, rotary
+from millrace.descriptors import EXPERTS_MOVE, NO_DRAFT_WEIGHTS, SAMPLING_FIELDS, EngineDescriptor
+from millrace.differences import rotary, unequal_in_engines
 from millrace.software import TESTED_TORCH, Software
 from millrace.validation.names import by_name
 
@@ -29,7 +29,7 @@ ASSUMED: Mapping[str, Mapping[str, Any]] = {
 }
 """For each model type the entries of a config that SGLang does not read and transformers follows, with the value that
 SGLang computes with."""
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+MISSING: Mapping[str, Mapping[str, Any]] = {
     "exaone4": {"rope_theta": 10_000.0},
     "gemma": {"hidden_act": "gelu_pytorch_tanh"},
 }
@@ -60,15 +60,7 @@ def unequal(config: Mapping[str, Any], longest: int) -> str:
     is not known of it. `config`: the entries of the text part of its config.json."""
     kind, (rope, type_) = str(config.get("model_type")), rotary(config)
     stated = {**config, "rope_theta": rope["rope_theta"]} if "rope_theta" in rope else config
-    for name, value in ASSUMED.get(kind, {}).items():
-        if (found := stated.get(name, DEFAULTS.get(kind, {}).get(name, value))) != value:
-            return f"SGLang does not follow {name} = {found!r}: it computes {kind} with {value!r}"
-    for name, value in IGNORED.get(kind, {}).items():
-        if (found := config.get(name, value)) != value:
-            return f"SGLang takes {name} = {found!r}, and transformers computes {kind} with {value!r} whatever it is"
-    if kind == "deepseek_v2" and config.get("topk_method") == "greedy" and (config.get("n_group") or 1) > 1:
-        return "SGLang chooses experts by groups although its topk_method is greedy"
-    if reason := other_latents("SGLang", config) or other_longrope("SGLang", config):
+    if reason := unequal_in_engines("SGLang", stated, ASSUMED, IGNORED, MISSING):
         return reason
     beside, inside = config.get("partial_rotary_factor", PARTIAL.get(kind)), rope.get("partial_rotary_factor")
     if kind in PARTIAL and inside not in (None, beside):

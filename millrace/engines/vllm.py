@@ -1,11 +1,11 @@
 """vLLM. Its options are `AsyncEngineArgs`; the engine is in `services/rollout/engines/vllm`."""
 
 import importlib.metadata
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.descriptors import EngineDescriptor
+from millrace.descriptors import EXPERTS_MOVE, NO_DRAFT_WEIGHTS, SAMPLING_FIELDS, EngineDescriptor
+from millrace.differences import ORIGINAL, rotary, unequal_in_engines
 from millrace.software import TESTED_TORCH, Software
 from millrace.validation.limits import LARGEST_SEED
 from millrace.validation.names import by_name
@@ -26,10 +26,6 @@ SET_BY_REPLICAS = """
     data_parallel_rank data_parallel_start_rank data_parallel_address data_parallel_rpc_port data_parallel_backend
     data_parallel_hybrid_lb data_parallel_external_lb nnodes node_rank master_addr master_port"""
 """Options that a replica sets itself, whether it generates or scores, and that no field of a job has instead."""
-
-SAMPLING_FIELDS = "rollout.temperature, rollout.top_p, rollout.top_k and rollout.stop"
-NO_DRAFT_WEIGHTS = "publications do not reach the weights of a draft model, which would stay random"
-EXPERTS_MOVE = "experts would move or multiply after the replica learned where each of them lies"
 
 _EQUAL_ON_CPU = """
     arcee bitnet cohere cwm deepseek_v2 deepseek_v3 ernie4_5 exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text
@@ -64,22 +60,13 @@ IGNORED: Mapping[str, Mapping[str, Any]] = {
 }
 """For each model type the entries that vLLM follows and transformers does not read, with the value that transformers
 computes with."""
-VLLM_DEFAULTS: Mapping[str, Any] = {"scoring_func": "softmax"}
+MISSING: Mapping[str, Mapping[str, Any]] = {"deepseek_v3": {"scoring_func": "softmax"}}
 """What vLLM takes for missing entries of `IGNORED`, where that is not what transformers computes with."""
 _NO_WINDOWS = """
     arcee cohere ernie4_5 gemma glm glm4 gpt_neox granite granitemoe granitemoeshared helium hyperclovax llama nemotron
     olmo olmo2 seed_oss stablelm"""
 NO_WINDOWS = frozenset(_NO_WINDOWS.split())
 """Model types without windows in transformers. vLLM gives every layer the window that a config of them states."""
-LATENT_NORMS = frozenset(["axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3"])
-"""Model types whose norms of latents have an epsilon of 1e-6 in transformers, and `rms_norm_eps` in engines and in
-Megatron-Core."""
-DEEPSEEK_YARN = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite"})
-"""Model types whose rotary positions engines compute by DeepSeek's YaRN if they are scaled: it follows `mscale` and
-`mscale_all_dim` alone, too, and neither `attention_factor` nor `truncate`."""
-LARGEST_EPSILON = 1e-5
-"""Up to it log-probabilities of tiny models differ by less than 0.0001 nats; with 1e-3 by 0.015."""
-ORIGINAL = "original_max_position_embeddings"
 LLAMA_4_SCALING: Mapping[str, Any] = {"llama_4_scaling_beta": 0.1, ORIGINAL: 16384}
 """What transformers takes for a Ministral 3 whose config has no settings of rotary positions."""
 UNEQUAL: Mapping[str, str] = {
@@ -103,11 +90,8 @@ def unequal(config: Mapping[str, Any], longest: int, *, on_cpu: bool, images: bo
     kind, window = str(config.get("model_type")), config.get("sliding_window")
     if kind in SHIFTED_WINDOWS and isinstance(window, int) and longest > window:
         return f"vLLM's windows of {kind} have one token more than transformers', {window + 1}"
-    if kind == "deepseek_v2" and config.get("topk_method") == "greedy" and (config.get("n_group") or 1) > 1:
-        return "vLLM chooses experts by groups although its topk_method is greedy"
-    if reason := _other_entries(kind, config) or other_latents("vLLM", config) or other_longrope("vLLM", config):
-        return reason
-    if reason := _other_lengths(kind, config, longest):
+    reason = unequal_in_engines("vLLM", config, ASSUMED, IGNORED, MISSING) or _other_lengths(kind, config, longest)
+    if reason:
         return reason
     if kind in NORMALISED and not config.get("norm_topk_prob", NORMALISED[kind]):
         return "vLLM normalises the weights of a token's experts, as transformers does, only with norm_topk_prob: true"
@@ -119,73 +103,6 @@ def unequal(config: Mapping[str, Any], longest: int, *, on_cpu: bool, images: bo
     return UNEQUAL.get(kind) or (UNEQUAL_ON_CPU.get(kind, "") if on_cpu else "")
 
 
-def _other_entries(kind: str, config: Mapping[str, Any]) -> str:
-    """The first entry that one of vLLM and transformers follows and the other one does not; empty if there is none."""
-    for name, value in ASSUMED.get(kind, {}).items():
-        if (stated := config.get(name, value)) != value:
-            return f"vLLM does not follow {name} = {stated!r}: it computes {kind} with {value!r}"
-    for name, value in IGNORED.get(kind, {}).items():
-        if (stated := config.get(name, VLLM_DEFAULTS.get(name, value))) != value:
-            return f"vLLM takes {name} = {stated!r}, and transformers computes {kind} with {value!r} whatever it is"
-    return ""
-
-
-def other_latent_norms(who: str, config: Mapping[str, Any]) -> str:
-    """Why the norms of latent attention are other in `who` than in transformers; empty if they are not."""
-    kind, epsilon = config.get("model_type"), config.get("rms_norm_eps")
-    if kind not in LATENT_NORMS or not isinstance(epsilon, int | float) or epsilon <= LARGEST_EPSILON:
-        return ""
-    return f"{who} norms latents with its rms_norm_eps of {epsilon:g}, and transformers with 1e-06"
-
-
-def other_latents(who: str, config: Mapping[str, Any]) -> str:
-    """Why latent attention is computed otherwise in `who` than in transformers; empty if it is not."""
-    return other_latent_norms(who, config) or _other_yarn(who, config)
-
-
-def _other_yarn(who: str, config: Mapping[str, Any]) -> str:
-    """The same of its rotary positions, for which DeepSeek's code has a YaRN of its own."""
-    kind, (rope, type_) = config.get("model_type"), rotary(config)
-    if kind not in DEEPSEEK_YARN or type_ == "default":
-        return ""
-    if type_ != "yarn":
-        return f"{who} takes the rotary positions of {kind} for yarn, and its config has the type {type_}"
-    one, other = rope.get("mscale"), rope.get("mscale_all_dim")
-    followed: dict[str, Any] = {"attention_factor": None, "truncate": True}
-    if not one or not other:
-        followed |= {"mscale_all_dim": None} if other else {"mscale": 1.0}
-    for name, value in followed.items():
-        if (stated := rope.get(name, value)) not in (value, None):
-            return f"{who} and transformers do not both follow {name} = {stated!r} of {kind}'s yarn settings"
-    return ""
-
-
-def rotary(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """The settings of rotary positions that a config has, and their type."""
-    settings: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return settings, settings.get("rope_type") or settings.get("type") or "default"
-
-
-def other_longrope(who: str, config: Mapping[str, Any]) -> str:
-    """Why sines and cosines of LongRoPE have another factor in `who` than in transformers; empty if they have not."""
-    rope, type_ = rotary(config)
-    longest = config.get("max_position_embeddings")
-    original = config.get(ORIGINAL) or rope.get(ORIGINAL) or longest
-    if type_ != "longrope" or not longest or not original:
-        return ""
-    theirs = rope.get("short_mscale") or _longrope_factor(longest / original, original)
-    ours = rope.get("attention_factor") or _longrope_factor(rope.get("factor") or longest / original, original)
-    if math.isclose(theirs, ours, rel_tol=1e-6):
-        return ""
-    return (
-        f"{who} computes its rotary positions (longrope) with a factor of {theirs:.6g}, and transformers of {ours:.6g}"
-    )
-
-
-def _longrope_factor(scale: float, original: int) -> float:
-    return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
-
-
 def _other_lengths(kind: str, config: Mapping[str, Any], longest: int) -> str:
     """Why texts of up to `longest` tokens are too long to be computed as in transformers; empty if they are not."""
     window = config.get("sliding_window")
@@ -194,7 +111,7 @@ def _other_lengths(kind: str, config: Mapping[str, Any], longest: int) -> str:
     if kind == "qwen2_moe" and config.get("use_sliding_window") and longest > (window or 4096):
         return "vLLM computes the layers that have a sliding window in transformers with full attention"
     if kind == "ministral3" and not config.get("llama_4_scaling"):
-        rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or LLAMA_4_SCALING
+        rope = rotary(config)[0] or LLAMA_4_SCALING
         limit = rope.get(ORIGINAL)
         if rope.get("llama_4_scaling_beta") and isinstance(limit, int) and longest > limit:
             return (

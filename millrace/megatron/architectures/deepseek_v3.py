@@ -4,7 +4,7 @@ multi-token prediction are not loaded."""
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.engines.vllm import other_latent_norms
+from millrace.differences import other_latent_norms
 from millrace.errors import InvalidJob
 from millrace.megatron.architectures.reading import refuse_unless, rope, sizes
 from millrace.megatron.architectures.shape import ExpertShape, LatentAttention, ModelShape
