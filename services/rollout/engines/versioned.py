@@ -208,14 +208,12 @@ class VersionedEngine(ABC):
         await self._ask(WorkerMethods.finish_batch)
 
     async def describe(self, manifest: Manifest) -> Sequence[Boxes]:
-        """See `EngineWeights`."""
         answers = await self._ask(WorkerMethods.describe, manifest.to_proto().SerializeToString())
         if nowhere := set.intersection(*(set(answer.untaken) for answer in answers)):
             raise tensors_untaken([manifest.tensors[i].name for i in sorted(nowhere)])
         return [Boxes.decode(answer.boxes) for answer in answers]
 
     async def hosts(self) -> Sequence[str]:
-        """See `EngineWeights`."""
         return await self._ask(WorkerMethods.host)
 
     async def checksums(self) -> list[dict[str, int]]:
@@ -223,7 +221,6 @@ class VersionedEngine(ABC):
         return await self._ask(WorkerMethods.checksums)
 
     async def prepare_receive(self, request: TransferRequest) -> None:
-        """See `EngineWeights`."""
         if self.half_written:
             await self.abort_receive()  # otherwise the workers forget an unfinished transfer by themselves
         known = bool(request.plan_hash) and request.plan_hash == self._known_plan
@@ -236,7 +233,6 @@ class VersionedEngine(ABC):
         self._incoming = Incoming(request, shadow)
 
     async def begin_receive(self) -> None:
-        """See `EngineWeights`."""
         if (incoming := self._incoming) is None:
             raise nothing_prepared()
         if incoming.shadow:
@@ -251,16 +247,13 @@ class VersionedEngine(ABC):
 
     @property
     def generates_while_receiving(self) -> bool:
-        """See `EngineWeights`."""
         return self._incoming is not None and self._incoming.shadow
 
     @property
     def half_written(self) -> bool:
-        """See `EngineWeights`."""
         return self._half_written
 
     async def received(self) -> Received:
-        """See `EngineWeights`."""
         return Received.of_all(await self._ask_until_done(WorkerMethods.wait_received))
 
     async def commit(self, version: Version | None, cache_policy: CachePolicy) -> CommitReport:
@@ -288,7 +281,6 @@ class VersionedEngine(ABC):
         return CommitReport(placed, time.perf_counter() - stopped, mode, idle)
 
     async def abort_receive(self) -> None:
-        """See `EngineWeights`."""
         self._incoming = None
         if self._started():
             await self._ask(WorkerMethods.abort)
@@ -298,16 +290,13 @@ class VersionedEngine(ABC):
                 await self._leave_pause()
 
     async def prepare_send(self, request: TransferRequest, served: str) -> bytes:
-        """See `EngineWeights`."""
         return b"".join(await self._ask(WorkerMethods.prepare_send, request.encode(), served))
 
     async def send(self, request: TransferRequest) -> Sent:
-        """See `EngineWeights`."""
         await self._ask(WorkerMethods.send, request.encode())
         return Sent.of_all(await self._ask_until_done(WorkerMethods.wait_sent))
 
     async def end_send(self) -> None:
-        """See `EngineWeights`."""
         if self._started():
             await self._ask(WorkerMethods.end_send)
 

@@ -88,7 +88,6 @@ class SendingDeltas:
         return self._encoding.seconds()
 
     def check(self) -> None:
-        """See `MessageExchange`."""
         self._channel.check()
 
     def exchange(
@@ -127,7 +126,6 @@ class ReceivingDeltas:
         return self._decoding.seconds()
 
     def check(self) -> None:
-        """See `MessageExchange`."""
         self._channel.check()
 
     def exchange(

@@ -72,7 +72,6 @@ class AdapterSlot:
 
     @property
     def loaded(self) -> Mapping[str, torch.Tensor]:
-        """See `LoadedPart`."""
         return {
             name: tensor
             for each in self._slices
@@ -80,7 +79,6 @@ class AdapterSlot:
         }
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See `LoadedPart`."""
         given = dict(tensors)
         for each in self._slices:
             if (lora_a := given.get(each.layer.lora_a)) is not None:
@@ -89,7 +87,6 @@ class AdapterSlot:
                 each.lora_b.copy_(lora_b[each.outputs])
 
     def check(self, manifest: Manifest) -> None:
-        """See `LoadedPart`."""
         self._shape.check(manifest, self._dtype)
 
     def update_derived(self) -> None:

@@ -33,7 +33,6 @@ class SglangFollower:
         """Set if a scheduler has reported its own failure."""
 
     async def start(self, spec: JobSpec, start: EngineStart) -> None:
-        """See `EngineShare`."""
         own_descendants()
         set_environment()
         os.environ[SOCKET] = start.worker_rpc
@@ -47,7 +46,6 @@ class SglangFollower:
         self._engine = await asyncio.shield(self._building)
 
     async def died(self) -> str:
-        """See `EngineShare`."""
         pids = self._engine.get_all_child_pids()
         while all(map(lives, pids)):
             with contextlib.suppress(TimeoutError):
@@ -58,7 +56,6 @@ class SglangFollower:
         return f"the scheduler of SGLang with pid {ended} has ended."
 
     async def stop(self) -> None:
-        """See `EngineShare`."""
         while self._building is not None and not self._building.done():
             kill_children(self._others)  # again: schedulers may have been started since
             await asyncio.wait({self._building}, timeout=LOOK_S)

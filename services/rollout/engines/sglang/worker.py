@@ -124,13 +124,11 @@ class SglangReceiver(WeightReceiver):
         return without_adapters(self._runner.model, BaseLayerWithLoRA)
 
     def add_adapter(self, shape: str) -> list[str]:
-        """See `SglangMethods`."""
         slot = AdapterSlot(self._runner.lora_manager, AdapterShape.decode(shape), self._runner.dtype)
         self._engine_model.adapter = slot
         return slot.unplaced
 
     def label(self, version: int, cache_key: str) -> None:
-        """See `SglangMethods`."""
         LABEL.version, LABEL.cache_key = version, cache_key
         for waiting in self._scheduler.waiting_queue:
             # SGLang adds the adapter's id to the key of every request.

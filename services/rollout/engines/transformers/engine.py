@@ -62,7 +62,6 @@ class TransformersEngine(VersionedEngine):
         self._thread = DecodeThread()
 
     async def start(self, spec: JobSpec) -> None:
-        """See `Engine`."""
         await asyncio.to_thread(self._build, spec)
         self._thread.start(self._decode_loop)
 
@@ -97,7 +96,6 @@ class TransformersEngine(VersionedEngine):
         self.capacity = options.max_num_seqs
 
     async def stop(self) -> None:
-        """See `Engine`."""
         await self._thread.stop()
         if self._model is not None:
             await asyncio.to_thread(self._receiver.close)
@@ -110,7 +108,6 @@ class TransformersEngine(VersionedEngine):
         return completion
 
     def load(self) -> Load:
-        """See `Engine`."""
         return Load(*self._thread.counts())
 
     def stats(self) -> EngineStats | None:

@@ -41,16 +41,13 @@ class AdapterSlot:
 
     @property
     def loaded(self) -> Mapping[str, Tensor]:
-        """See `LoadedPart`."""
         return self._tensors
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See `LoadedPart`."""
         for name, tensor in tensors:
             self._tensors[name].copy_(tensor)
 
     def check(self, manifest: Manifest) -> None:
-        """See `LoadedPart`."""
         self._shape.check(manifest, self._dtype)
 
     def update_derived(self) -> None:
@@ -95,16 +92,13 @@ class StoredModel:
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
-        """See `WorkerModel`."""
         return {**dict(self._model.named_parameters()), **(self.adapter.loaded if self.adapter is not None else {})}
 
     @cached_property
     def loaded(self) -> Mapping[str, Tensor]:
-        """See `WorkerModel`."""
         return dict(stored_tensors(self._model))
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See `WorkerModel`."""
         for name, tensor in tensors:
             self._views[name].copy_(tensor)
 

@@ -74,7 +74,6 @@ class TransformersReplies:
         self._model = None
 
     async def reply(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
-        """See `ReplyEngine`."""
         completion = await self._thread.complete(prompt_tokens, sampling)
         if completion is None:
             raise InvalidState("the reply was aborted.", "ask again.")

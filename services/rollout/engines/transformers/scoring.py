@@ -51,20 +51,16 @@ class TransformersScoring:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scoring")
 
     async def start(self, model: PoolModel) -> None:
-        """See `ScoringEngine`."""
         await self._in_turn(self._build, model)
 
     async def stop(self) -> None:
-        """See `ScoringEngine`."""
         await self._in_turn(self._forget)
         self._thread.shutdown(wait=False)
 
     async def score_tokens(self, sequences: Sequence[TokenSequence], top: int) -> list[TokenScores]:
-        """See `ScoringEngine`."""
         return await self._in_turn(self._score_tokens, sequences, top)
 
     async def rewards(self, sequences: Sequence[NDArray[np.int32]]) -> list[float]:
-        """See `ScoringEngine`."""
         return await self._in_turn(self._rewards, sequences)
 
     async def _in_turn(self, compute: Callable[..., Answer], *arguments: Any) -> Answer:

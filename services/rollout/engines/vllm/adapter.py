@@ -81,7 +81,6 @@ class AdapterSlot:
                     each.layer.set_lora(SLOT, lora_a if fused else lora_a[0], lora_b if fused else lora_b[0])
 
     def check(self, manifest: Manifest) -> None:
-        """See `LoadedPart`."""
         self._shape.check(manifest, self._dtype)
 
     def update_derived(self) -> None:

@@ -32,7 +32,6 @@ class VllmFollower:
         self._ended: asyncio.Future[str] | None = None
 
     async def start(self, spec: JobSpec, start: EngineStart) -> None:
-        """See `EngineShare`."""
         loop = asyncio.get_running_loop()
         self._others = before_start()
         self._building = loop.run_in_executor(self._thread, self._build, spec, start)
@@ -60,12 +59,10 @@ class VllmFollower:
             raise Unavailable(what, "its log on that host names the cause; memory and CUDA devices first.") from error
 
     async def died(self) -> str:
-        """See `EngineShare`."""
         assert self._ended is not None
         return await asyncio.shield(self._ended)
 
     async def stop(self) -> None:
-        """See `EngineShare`."""
         while self._building is not None and not self._building.done():
             kill_engine(self._others)  # again: workers may have been started since
             await asyncio.wait({self._building}, timeout=LOOK_S)

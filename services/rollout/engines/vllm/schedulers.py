@@ -56,7 +56,6 @@ class VllmWorkers:
     async def ask(
         self, method: Callable[[Any, *Arguments], Answer], *arguments: *Arguments, paused: bool = False
     ) -> list[Answer]:
-        """See `Workers`."""
         if not paused and method not in BETWEEN_BATCHES:
             return await self._rpc.ask(method, *arguments)
         name = method.__name__

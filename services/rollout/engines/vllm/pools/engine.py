@@ -53,7 +53,6 @@ class VllmPoolEngine(ABC):
         """Child processes that vLLM did not start."""
 
     async def start(self, model: PoolModel) -> None:
-        """See `PoolEngine`."""
         if warning := SOFTWARE.release_warning(self.release):
             log.warning(warning)
         self._others = before_start()
@@ -82,7 +81,6 @@ class VllmPoolEngine(ABC):
             return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
     async def stop(self) -> None:
-        """See `PoolEngine`."""
         if self._llm is not None:
             llm, self._llm = self._llm, None
             await asyncio.get_running_loop().run_in_executor(self._thread, shut_down, llm, self._others)

@@ -30,7 +30,6 @@ class VllmReplies(VllmPoolEngine):
         return engine_arguments(model)
 
     async def reply(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
-        """See `ReplyEngine`."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         prompt = {"type": "token", "prompt_token_ids": list(prompt_tokens)}
