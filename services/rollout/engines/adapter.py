@@ -75,6 +75,22 @@ class AdapterShape:
         return cls(fields["rank"], tuple(AdaptedLayer(**layer) for layer in fields["layers"]))
 
 
+class AdapterTensors:
+    """What the slots of all engines have in common: the check of a manifest. See `LoadedPart`."""
+
+    padded: frozenset[str] = frozenset()
+
+    def __init__(self, shape: AdapterShape, dtype: str) -> None:
+        self._shape = shape
+        self._dtype = dtype
+
+    def check(self, manifest: Manifest) -> None:
+        self._shape.check(manifest, self._dtype)
+
+    def update_derived(self) -> None:
+        """Nothing is derived."""
+
+
 def adapter_shape(spec: JobSpec) -> AdapterShape | None:
     """The adapter that the job's replicas serve; None if they get whole weights. Raises InvalidJob."""
     lora = spec.model.lora

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from millrace.errors import InvalidState
-from millrace.weights.plans.manifest import Manifest
-from services.rollout.engines.adapter import AdaptedLayer, AdapterShape
+from services.rollout.engines.adapter import AdaptedLayer, AdapterShape, AdapterTensors
 
 NAME = "published"
 SLOTS = 2
@@ -46,15 +45,12 @@ class _Slice:
     """Columns of A and rows of B that this rank holds."""
 
 
-class AdapterSlot:
+class AdapterSlot(AdapterTensors):
     """See `LoadedPart`. Its tensors have the names of the manifest; their memory is SGLang's."""
-
-    padded: frozenset[str] = frozenset()
 
     def __init__(self, manager: Any, shape: AdapterShape, dtype: torch.dtype) -> None:
         """Registers the adapter with SGLang. `manager` is the scheduler's LoRAManager."""
-        self._shape = shape
-        self._dtype = str(dtype).removeprefix("torch.")
+        super().__init__(shape, str(dtype).removeprefix("torch."))
         config = {
             "peft_type": "LORA",
             "r": shape.rank,
@@ -85,12 +81,6 @@ class AdapterSlot:
                 each.lora_a.copy_(lora_a[:, each.inputs])
             if (lora_b := given.get(each.layer.lora_b)) is not None:
                 each.lora_b.copy_(lora_b[each.outputs])
-
-    def check(self, manifest: Manifest) -> None:
-        self._shape.check(manifest, self._dtype)
-
-    def update_derived(self) -> None:
-        """See `LoadedPart`. Nothing is derived."""
 
 
 def _slices(manager: Any, shape: AdapterShape) -> Iterator[_Slice]:

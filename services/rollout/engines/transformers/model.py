@@ -18,19 +18,16 @@ from millrace.weights.folder_tensors import Unread
 from millrace.weights.loader.stored import published_dtype, stored_tensors, views
 from millrace.weights.plans.manifest import Manifest
 from services.rollout.engine import PoolModel, compute_threads
-from services.rollout.engines.adapter import AdapterShape, adapter_shape, not_served
+from services.rollout.engines.adapter import AdapterShape, AdapterTensors, adapter_shape, not_served
 from services.rollout.engines.options import check_tied_head
 
 
-class AdapterSlot:
+class AdapterSlot(AdapterTensors):
     """See `LoadedPart`. Zero at first: the model computes as without it."""
-
-    padded: frozenset[str] = frozenset()
 
     def __init__(self, model: nn.Module, shape: AdapterShape, dtype: str) -> None:
         """Raises InvalidJob if the model has no such linear layer."""
-        self._shape = shape
-        self._dtype = dtype
+        super().__init__(shape, dtype)
         self._tensors: dict[str, Tensor] = {}
         for layer in shape.layers:
             linear = _linear(model, layer.name)
@@ -46,12 +43,6 @@ class AdapterSlot:
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
             self._tensors[name].copy_(tensor)
-
-    def check(self, manifest: Manifest) -> None:
-        self._shape.check(manifest, self._dtype)
-
-    def update_derived(self) -> None:
-        """See `LoadedPart`. Nothing is derived."""
 
 
 def _linear(model: nn.Module, name: str) -> nn.Linear:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from millrace.errors import InvalidState
-from millrace.weights.plans.manifest import Manifest
-from services.rollout.engines.adapter import AdaptedLayer, AdapterShape
+from services.rollout.engines.adapter import AdaptedLayer, AdapterShape, AdapterTensors
 from services.rollout.weights.in_worker.model import loader_name
 
 ADAPTER_ID = 1
@@ -38,16 +37,13 @@ class _SlotLayer:
     """The layer of the model for each part of the fused layer; None if it has no adapter."""
 
 
-class AdapterSlot:
+class AdapterSlot(AdapterTensors):
     """See `LoadedPart`. Its tensors have the names of the manifest; their memory is vLLM's."""
-
-    padded: frozenset[str] = frozenset()
 
     def __init__(self, lora_manager: Any, shape: AdapterShape, dtype: torch.dtype) -> None:
         """Registers the adapter with vLLM. `lora_manager` is the worker's LRUCacheWorkerLoRAManager."""
         manager = lora_manager._adapter_manager
-        self._shape = shape
-        self._dtype = str(dtype).removeprefix("torch.")
+        super().__init__(shape, str(dtype).removeprefix("torch."))
         self._layers = list(_layers(manager, shape))
         held = {part.name for each in self._layers for part in each.parts if part is not None}
         self.unplaced = [layer.name for layer in shape.layers if layer.name not in held]
@@ -79,12 +75,6 @@ class AdapterSlot:
                 with _nothing_reset(each.layer):
                     fused = len(each.parts) > 1
                     each.layer.set_lora(SLOT, lora_a if fused else lora_a[0], lora_b if fused else lora_b[0])
-
-    def check(self, manifest: Manifest) -> None:
-        self._shape.check(manifest, self._dtype)
-
-    def update_derived(self) -> None:
-        """See `LoadedPart`. Nothing is derived."""
 
 
 def _layers(manager: Any, shape: AdapterShape) -> Iterator[_SlotLayer]:
