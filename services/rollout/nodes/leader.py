@@ -5,6 +5,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -319,3 +320,19 @@ async def meet(nodes: Leader, replica: FleetMember, stops: asyncio.Queue[int], p
         return False
     whole.result()
     return True
+
+
+async def build_on_nodes(
+    nodes: Leader | None,
+    place: str,
+    thread: Executor,
+    build: Callable[[EngineStart | None], Result],
+    give_up: Callable[[], None],
+) -> Result:
+    """What `build` returns in `thread`, once all processes of the engine on all nodes have started. `place`: where the
+    workers find this replica. Raises what `build` raises, and as `Leader.or_failure`."""
+    loop = asyncio.get_running_loop()
+    if nodes is None:
+        return await loop.run_in_executor(thread, build, None)
+    start = await nodes.start(place)
+    return await nodes.or_failure(loop.run_in_executor(thread, build, start), give_up)

@@ -50,7 +50,7 @@ from services.rollout.engines.sglang.launch import lives, set_environment, shut_
 from services.rollout.engines.sglang.options import MARK
 from services.rollout.engines.sglang.worker_methods import SglangMethods
 from services.rollout.engines.versioned import VersionedEngine, samples_that_fit
-from services.rollout.nodes.leader import Leader
+from services.rollout.nodes.leader import Leader, build_on_nodes
 from services.rollout.nodes.place import EngineStart
 from services.rollout.weights.worker_rpc import SOCKET, WorkerRpc
 
@@ -154,7 +154,8 @@ class SglangEngine(VersionedEngine):
         self._others = set(multiprocessing.active_children())
         os.environ[SOCKET] = await self._workers.listen(host_address() if self._nodes is not None else "")
         self._context = sglang_options.context(spec)
-        await self._built(spec, os.environ[SOCKET])
+        end = partial(kill_children, self._others)
+        await build_on_nodes(self._nodes, os.environ[SOCKET], self._thread, partial(self._build, spec), end)
         self._handle_outputs()
         first, *others = await self._workers.wait_for_workers(self._engine.server_args.tp_size, CONNECT_S)
         self.world_size, self.dtype, self.device = 1 + len(others), first.dtype, first.device
@@ -195,15 +196,6 @@ class SglangEngine(VersionedEngine):
         handling.add_done_callback(lambda _: self._lost("their outputs are not handled any more"))
         self._manager.event_loop = loop
         self._manager.asyncio_tasks.add(handling)
-
-    async def _built(self, spec: JobSpec, place: str) -> None:
-        """Returns once all processes on all nodes have started."""
-        loop = asyncio.get_running_loop()
-        if self._nodes is None:
-            return await loop.run_in_executor(self._thread, self._build, spec, None)
-        start = await self._nodes.start(place)
-        building = loop.run_in_executor(self._thread, self._build, spec, start)
-        return await self._nodes.or_failure(building, lambda: kill_children(self._others))
 
     def _build(self, spec: JobSpec, start: EngineStart | None) -> None:
         """Starts SGLang's processes. Takes seconds to minutes; runs in `_thread`."""

@@ -53,7 +53,7 @@ from services.rollout.engines.vllm.options import is_whole, parameters, stop_rea
 from services.rollout.engines.vllm.processes import kill_engine, shut_down, start_errors
 from services.rollout.engines.vllm.schedulers import RequestPlaces, SchedulerStats, VllmWorkers
 from services.rollout.engines.vllm.versions import VersionMarks
-from services.rollout.nodes.leader import Leader
+from services.rollout.nodes.leader import Leader, build_on_nodes
 from services.rollout.nodes.place import EngineStart
 
 log = structlog.get_logger(__name__)
@@ -99,7 +99,8 @@ class VllmEngine(VersionedEngine):
             log.warning(warning)
         self._others = before_start()
         place = await self._workers.listen(host_address() if self._nodes is not None else "")
-        self._llm = await self._built(spec, place)
+        end = partial(kill_engine, self._others)
+        self._llm = await build_on_nodes(self._nodes, place, self._thread, partial(self._build, spec), end)
         self._workers.use(self._llm)
         config = self._llm.vllm_config
         cache = config.cache_config
@@ -116,15 +117,6 @@ class VllmEngine(VersionedEngine):
         unplaced = await self._workers.connect(place, spec, self._adapter, self.world_size)
         if self._adapter is not None:
             check_placed(self._adapter, SOFTWARE.title, unplaced)
-
-    async def _built(self, spec: JobSpec, place: str) -> Any:
-        """The AsyncLLM, once all processes on all nodes have started."""
-        loop = asyncio.get_running_loop()
-        if self._nodes is None:
-            return await loop.run_in_executor(self._thread, self._build, spec, None)
-        start = await self._nodes.start(place)
-        building = loop.run_in_executor(self._thread, self._build, spec, start)
-        return await self._nodes.or_failure(building, lambda: kill_engine(self._others))
 
     def _build(self, spec: JobSpec, start: EngineStart | None) -> Any:
         """Starts the engine's processes and returns the AsyncLLM. Takes seconds to minutes; runs in `_thread`."""
