@@ -3,13 +3,10 @@
 import asyncio
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from millrace.data.model_folder import context
-from millrace.engines import ENGINES
 from millrace.errors import InvalidState
 from millrace.ids import Version
 from millrace.validation import limits
@@ -27,19 +24,12 @@ class Options(scoring.Options):
     """Replies decoded at once."""
 
 
-class TransformersReplies:
-    """A Hugging Face language model in this process. See `ReplyEngine`."""
-
-    name = "transformers"
+class TransformersReplies(scoring.TransformersPool):
+    """See `ReplyEngine`."""
 
     def __init__(self) -> None:
-        self.release = ENGINES["transformers"].software.release
-        self.device = ""
-        self.world_size = 1
+        super().__init__()
         self.at_once = 0
-        self.context: int | None = None
-        self.vocabulary = 0
-        self._model: Any = None
         self._thread = DecodeThread()
 
     async def start(self, model: PoolModel) -> None:
@@ -51,15 +41,11 @@ class TransformersReplies:
         from transformers import AutoTokenizer
 
         from services.rollout.engines.transformers.decoding import DecodeLoop
-        from services.rollout.engines.transformers.model import device_name, load
 
         pool = model.pool
         options = checked_options(Options, pool.engine_options, f"{model.field}.engine_options")
-        self._model = load(model, options.device, options.attn_implementation)
-        self.device = device_name(self._model)
+        self._load(model, options)
         self.at_once = options.max_num_seqs
-        self.context = context(Path(pool.path))
-        self.vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         tokenizer = AutoTokenizer.from_pretrained(pool.path, trust_remote_code=pool.trust_remote_code)
         trust, field = pool.trust_remote_code, f"{model.field}.path"
         ends = frozenset(end_of_turn(pool.path, tokenizer, trust_remote_code=trust, field=field))

@@ -34,8 +34,8 @@ class Options(BaseModel):
     attn_implementation: str = "sdpa"
 
 
-class TransformersScoring:
-    """A Hugging Face model in this process. See `ScoringEngine`."""
+class TransformersPool:
+    """A Hugging Face model in this process, as every task of a pool has it."""
 
     name = "transformers"
 
@@ -47,6 +47,22 @@ class TransformersScoring:
         self.context: int | None = None
         self.vocabulary = 0
         self._model: Any = None
+
+    def _load(self, model: PoolModel, options: Options) -> None:
+        """Loads the model, and notes what it is. Raises InvalidJob."""
+        from services.rollout.engines.transformers.model import device_name, load
+
+        self._model = load(model, options.device, options.attn_implementation)
+        self.device = device_name(self._model)
+        self.context = context(Path(model.pool.path))
+        self.vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
+
+
+class TransformersScoring(TransformersPool):
+    """See `ScoringEngine`."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._spec: PoolModel
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scoring")
 
@@ -73,13 +89,8 @@ class TransformersScoring:
             raise EngineDied(f"the model of the pool failed: {error}", fix) from error
 
     def _build(self, model: PoolModel) -> None:
-        from services.rollout.engines.transformers.model import device_name, load
-
-        options = checked_options(Options, model.pool.engine_options, f"{model.field}.engine_options")
-        self._model, self._spec = load(model, options.device, options.attn_implementation), model
-        self.device = device_name(self._model)
-        self.context = context(Path(model.pool.path))
-        self.vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
+        self._load(model, checked_options(Options, model.pool.engine_options, f"{model.field}.engine_options"))
+        self._spec = model
 
     def _forget(self) -> None:
         self._model = None

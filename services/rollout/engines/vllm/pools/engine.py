@@ -5,7 +5,7 @@ import dataclasses
 import gc
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -15,7 +15,7 @@ import structlog
 from millrace.engines import ENGINES
 from millrace.engines.vllm import SET_BY_REPLICAS
 from millrace.errors import InvalidJob
-from services.rollout.engine import PoolModel
+from services.rollout.engine import EngineDied, PoolModel
 from services.rollout.engines.options import check_tied_head, has_latents, mistake_in
 from services.rollout.engines.vllm.environment import before_start, set_cpu_environment
 from services.rollout.engines.vllm.options import CPU_KV_CACHE_BYTES, ON_LATENTS, without_broken_fusion
@@ -79,6 +79,18 @@ class VllmPoolEngine(ABC):
             check_tied_head(model)
             config = self._arguments(model).create_engine_config()
             return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+    async def _last_output(self, prompt_tokens: Sequence[int], asked: Any) -> Any:
+        """What vLLM gives last for a prompt with these SamplingParams; None for nothing. Raises EngineDied."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        prompt, final = {"type": "token", "prompt_token_ids": list(prompt_tokens)}, None
+        try:
+            async for output in self._llm.generate(prompt, asked, f"request-{next(self._numbers)}"):
+                final = output
+        except EngineDeadError as error:
+            raise EngineDied(f"vLLM's engine process ended: {error}") from error
+        return final
 
     async def stop(self) -> None:
         if self._llm is not None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from millrace.errors import InvalidState
 from millrace.ids import Version
-from services.rollout.engine import Completion, EngineDied, PoolModel, Sampling, StopReason, VersionSpan, end_of_turn
+from services.rollout.engine import Completion, PoolModel, Sampling, StopReason, VersionSpan, end_of_turn
 from services.rollout.engines.vllm.options import is_whole, parameters, stop_reason
 from services.rollout.engines.vllm.pools.engine import VllmPoolEngine, pool_arguments
 
@@ -30,15 +30,7 @@ class VllmReplies(VllmPoolEngine):
         return engine_arguments(model)
 
     async def reply(self, prompt_tokens: Sequence[int], sampling: Sampling) -> Completion:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        prompt = {"type": "token", "prompt_token_ids": list(prompt_tokens)}
-        asked, final = parameters(sampling, self._end_of_turn), None
-        try:
-            async for output in self._llm.generate(prompt, asked, f"reply-{next(self._numbers)}"):
-                final = output
-        except EngineDeadError as error:
-            raise EngineDied(f"vLLM's engine process ended: {error}") from error
+        final = await self._last_output(prompt_tokens, parameters(sampling, self._end_of_turn))
         if final is None or not is_whole(final):
             raise InvalidState("vLLM aborted the reply.", "ask again.")
         output = final.outputs[0]

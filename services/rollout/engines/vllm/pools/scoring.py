@@ -51,7 +51,6 @@ class VllmScoring(VllmPoolEngine):
     async def _score(self, sequence: TokenSequence, top: int) -> TokenScores:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.exceptions import EngineDeadError
 
         asked = SamplingParams(
             temperature=0.0,
@@ -62,13 +61,7 @@ class VllmScoring(VllmPoolEngine):
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
-        prompt = {"type": "token", "prompt_token_ids": sequence.tokens_t.tolist()}
-        final = None
-        try:
-            async for output in self._llm.generate(prompt, asked, f"scores-{next(self._numbers)}"):
-                final = output
-        except EngineDeadError as error:
-            raise EngineDied(f"vLLM's engine process ended: {error}") from error
+        final = await self._last_output(sequence.tokens_t.tolist(), asked)
         if final is None or final.prompt_logprobs is None:
             raise EngineDied("vLLM ended a request without log-probabilities.")
         return token_scores(final.prompt_logprobs, sequence.scored_n, top)
