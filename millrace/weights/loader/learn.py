@@ -252,7 +252,7 @@ class _LoaderRecorder(TorchDispatchMode):
     def _record_part(self, buffer: int, target: torch.Tensor, source: torch.Tensor) -> None:
         if (tensor := self._source(source)) is None:
             return  # made from a manifest tensor, which is in `changed` already
-        place = self._place(tensor, buffer, _strided(source), _strided(target))
+        place = self._place(tensor, buffer, strided(source), strided(target))
         if place is None or source.dtype != target.dtype:
             self.changed.add(tensor)
         else:
@@ -268,13 +268,14 @@ class _LoaderRecorder(TorchDispatchMode):
         return Place(tensor, box.offset, box.extent, buffer, target[0], strides)
 
 
-def _strided(view: torch.Tensor) -> Strided:
+def strided(view: torch.Tensor) -> Strided:
+    """The offset, shape and strides of a view, in elements of its storage."""
     return int(view.storage_offset()), tuple(view.shape), tuple(view.stride())
 
 
 def _in_bytes(view: torch.Tensor) -> Strided:
     """The view in bytes, so that views of different dtypes can be compared."""
-    start, extents, strides = _strided(view)
+    start, extents, strides = strided(view)
     size = view.element_size()
     return start * size, (*extents, size), (*(stride * size for stride in strides), 1)
 

@@ -117,10 +117,10 @@ def unpack(pieces: Sequence[PieceInMessage]) -> None:
 
 def differing_pieces(pieces: Sequence[PieceInMessage]) -> list[int]:
     """Indices of the pieces whose memory is not bit for bit what their message holds."""
-    return [i for i, piece in enumerate(pieces) if not torch.equal(_bits(piece.in_memory), _bits(piece.in_message))]
+    return [i for i, piece in enumerate(pieces) if not torch.equal(bits(piece.in_memory), bits(piece.in_message))]
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bits as integers, so that NaN equals itself."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(kinds[tensor.element_size()])

@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from millrace.descriptors import Hosts
 from millrace.errors import Unavailable
+from millrace.local.ports import free_port
 from millrace.weights.transfer.store import connect_store, serve_store
 
 POLL_S = 0.1
@@ -143,7 +144,7 @@ class World:
         only rank."""
         if "RANK" not in os.environ:
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-            os.environ.setdefault("MASTER_PORT", str(_free_port()))
+            os.environ.setdefault("MASTER_PORT", str(free_port()))
         shared, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
         store = agree(shared, rank, size, JOIN_S)
         device = _device()
@@ -202,9 +203,3 @@ def _device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

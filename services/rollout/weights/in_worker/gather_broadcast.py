@@ -17,9 +17,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.errors import PublicationFailed
+from millrace.weights.loader.learn import strided
 from millrace.weights.loader.misfits import loader_refused, parameters_unwritten
 from millrace.weights.loader.patches import Concatenations, pools_run_inline
 from millrace.weights.plans.manifest import Content
+from millrace.weights.plans.memory import bits
 from millrace.weights.plans.views import Strided, covered_elements
 from millrace.weights.transfer.channels.gloo import GlooChannel
 from millrace.weights.transfer.checksum import checksum
@@ -53,7 +55,7 @@ class LoaderCopies:
         for copy in self.copies:
             expected = torch.as_strided(tensors[copy.name], copy.source[1], copy.source[2], copy.source[0])
             held = self._held(copy)
-            if not torch.equal(_bits(held), _bits(expected).to(held.device)):
+            if not torch.equal(bits(held), bits(expected).to(held.device)):
                 wrong.append(copy.name)
         return sorted(set(wrong))
 
@@ -107,17 +109,7 @@ class _Recorder(TorchDispatchMode):
         parameter = self._targets.get(target.untyped_storage().data_ptr())
         if name is not None and parameter is not None and source.dtype == target.dtype:
             source = source.expand_as(target)
-            self.copies.append(LoaderCopy(name, _strided(source), parameter, _strided(target)))
-
-
-def _strided(view: torch.Tensor) -> Strided:
-    return int(view.storage_offset()), tuple(view.shape), tuple(view.stride())
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bits as integers, so that NaN equals itself."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(kinds[tensor.element_size()])
+            self.copies.append(LoaderCopy(name, strided(source), parameter, strided(target)))
 
 
 class IncomingBroadcast:
