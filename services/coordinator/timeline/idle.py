@@ -9,7 +9,7 @@ then the last one that anything is known of counts.
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,10 +111,7 @@ TAIL = 0.5
 def loop_causes(activity: Activity) -> Codes:
     """What the job's loop was at in each cell: TRAINER where the trainer trains, otherwise what it waited for."""
     causes = np.full(activity.cells, CODES[IdleCause.UNKNOWN], dtype=np.int8)
-
-    def put(cause: IdleCause, where: Mask) -> None:
-        causes[where & (causes == CODES[IdleCause.UNKNOWN])] = CODES[cause]
-
+    put = partial(_put, causes)
     trains = activity.of_kind(SpanKind.TRAIN, lane=LaneKind.TRAINER) > 0
     put(IdleCause.TRAINER, trains)
     put(IdleCause.STARTING, activity.stage(SpanKind.START))
@@ -129,6 +126,11 @@ def loop_causes(activity: Activity) -> Codes:
     # Between two stages the coordinator reads and writes its ledger.
     put(IdleCause.COORDINATION, activity.stage(SpanKind.ISSUE, SpanKind.TRAIN, SpanKind.TRACK, SpanKind.STEP))
     return causes
+
+
+def _put(causes: Codes, cause: IdleCause, where: Mask) -> None:
+    """Gives the cells of `where` that have no cause yet this one."""
+    causes[where & (causes == CODES[IdleCause.UNKNOWN])] = CODES[cause]
 
 
 def _of_kind(activity: Activity, kind: SpanKind) -> list[Span]:
@@ -190,13 +192,11 @@ def replica_idle(activity: Activity, member: str, loop: Codes) -> Codes:
     """Why a replica generates nothing in each cell; -1 where it generates."""
     kinds = (SpanKind.GENERATE, SpanKind.ENGINE_QUEUE)
     causes = np.full(activity.cells, CODES[IdleCause.UNKNOWN], dtype=np.int8)
+    put = partial(_put, causes)
 
     def own(*kinds: SpanKind, lane: LaneKind = LaneKind.ROLLOUT) -> Mask:
         where: Mask = activity.of_kind(*kinds, lane=lane, member=member) > 0
         return where
-
-    def put(cause: IdleCause, where: Mask) -> None:
-        causes[where & (causes == CODES[IdleCause.UNKNOWN])] = CODES[cause]
 
     put(IdleCause.PUBLICATION, own(SpanKind.PAUSE, SpanKind.COMMIT))
     put(IdleCause.STARTING, own(SpanKind.CONFIGURE) | activity.stage(SpanKind.START))
