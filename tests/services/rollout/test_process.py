@@ -46,7 +46,7 @@ def refused(log: Path, *arguments: str, engine: str = "transformers") -> str:
 @dataclass
 class Running:
     coordinator: Coordinator
-    process: asyncio.subprocess.Process
+    process: Forked
     peer: Peer
 
     @property
@@ -60,23 +60,25 @@ class Running:
 
     async def stop(self, number: int) -> int:
         self.process.send_signal(number)
-        return await asyncio.wait_for(self.process.wait(), 60)
+        return await self.ended()
+
+    async def ended(self) -> int:
+        return await asyncio.to_thread(self.process.wait, 60)
 
 
 @asynccontextmanager
-async def running(*arguments: str, engine: str = "transformers") -> AsyncIterator[Running]:
+async def running(log: Path, *arguments: str, engine: str = "transformers") -> AsyncIterator[Running]:
     coordinator = Coordinator()
-    address = await coordinator.start()
-    process = await asyncio.create_subprocess_exec(*command(address, *arguments, engine=engine))
+    _, _, module, *options = command(await coordinator.start(), *arguments, engine=engine)
+    process = Forked(module, options, os.environ, log)
     try:
         await until(lambda: coordinator.beats, 60)
         peer = Peer(next(iter(coordinator.members.values())).address)
         yield Running(coordinator, process, peer)
         await peer.close()
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        process.kill()
+        await asyncio.to_thread(process.wait)
         await coordinator.stop()
 
 
@@ -156,9 +158,9 @@ def check_metrics(member: fleet_pb2.RegisterRequest) -> None:
     assert without_data(page, Owner.REPLICA) == []
 
 
-def test_sigterm_finishes_what_it_holds_and_leaves(tied_model: Path) -> None:
+def test_sigterm_finishes_what_it_holds_and_leaves(tied_model: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with running() as replica:
+        async with running(tmp_path / "log") as replica:
             await replica.serve(job_spec(tied_model))
             for i in range(30):
                 replica.coordinator.issue(i, max_response_tokens=150)
@@ -177,9 +179,9 @@ def test_sigterm_finishes_what_it_holds_and_leaves(tied_model: Path) -> None:
 
 
 @pytest.mark.matrix  # tests/services/rollout/member/test_health.py covers it with a thread that stands still
-def test_a_replica_ends_whose_vllm_is_stopped(tied_model: Path) -> None:
+def test_a_replica_ends_whose_vllm_is_stopped(tied_model: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with running("--stall-s", "8", engine="vllm") as replica:
+        async with running(tmp_path / "log", "--stall-s", "8", engine="vllm") as replica:
             await replica.serve(job_spec(tied_model, "vllm"))
             replica.coordinator.issue(0, max_response_tokens=20)
             await until(lambda: replica.coordinator.answered == 1)
@@ -187,16 +189,16 @@ def test_a_replica_ends_whose_vllm_is_stopped(tied_model: Path) -> None:
             for process in below:
                 if "EngineCore" in " ".join(process.cmdline()) + process.name():
                     process.suspend()
-            assert await asyncio.wait_for(replica.process.wait(), 60) == 1
+            assert await replica.ended() == 1
             assert "has not finished a batch for 8 s" in "".join(replica.coordinator.left.values())
             assert not any(runs(process) for process in below)
 
     asyncio.run(scenario())
 
 
-def test_a_second_signal_gives_leases_back(tied_model: Path) -> None:
+def test_a_second_signal_gives_leases_back(tied_model: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with running() as replica:
+        async with running(tmp_path / "log") as replica:
             rollout = {"samples_per_prompt": 16, "max_response_tokens": 6000}
             await replica.serve(job_spec(tied_model, rollout=rollout, trainer={"token_budget": 8192}))
             for i in range(4):
