@@ -62,11 +62,25 @@ BUSY = (
     "services/trainer/step/test_critic.py",
     "services/trainer/service/test_process.py",
     "bench/test_publication.py",
+    "services/rollout/environments/test_mcp.py",
+    "docs/test_contributing.py",
+    "test_cli.py",
+    "services/rollout/scoring/test_hostile.py",
+    "services/rollout/test_launch.py",
 )
-"""The files that keep a core busy for half a minute and more, the longest first: what comes last would keep one worker
-busy alone."""
+"""The files that take half a minute and more beside other tests, the longest first: what comes last would keep one
+worker busy alone."""
 WAITING = ("services/coordinator/", "local/test_supervisor.py", "services/trainer/ranks/test_commands.py")
 """The files and folders that take long and mostly wait: for deadlines to pass and losses to be noticed."""
+WAITING_LONGEST = (
+    "services/coordinator/test_recovery.py",
+    "services/coordinator/test_high_availability.py",
+    "local/test_supervisor.py",
+    "services/coordinator/jobs/test_streaming.py",
+    "services/coordinator/publication/test_publisher.py",
+    "services/coordinator/test_redis_elsewhere.py",
+)
+"""Of those the files that take half a minute and more, the longest first."""
 TOGETHER = {
     f"{MEGATRON}/test_checkpoint.py": f"{MEGATRON}/test_parity.py",
     f"{MEGATRON}/test_pieces.py": f"{MEGATRON}/test_parity.py",
@@ -105,7 +119,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if STARTING & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
     if hasattr(config, "workerinput"):
-        turn = {path: number for number, path in enumerate(BUSY)}
+        turn = {path: number for number, path in enumerate((*BUSY, *WAITING_LONGEST))}
         items.sort(key=lambda item: turn.get(unit(item.nodeid), len(turn)))
 
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import BUSY, TOGETHER, WAITING
+from tests.conftest import BUSY, TOGETHER, WAITING, WAITING_LONGEST
 
 SERVE = """
 import socket
@@ -14,8 +14,9 @@ exec(serve(socket.socket(fileno={}), {}))
 
 
 def test_the_files_that_are_told_apart_exist() -> None:
-    named = {*BUSY, *WAITING, *TOGETHER, *TOGETHER.values()}
+    named = {*BUSY, *WAITING, *WAITING_LONGEST, *TOGETHER, *TOGETHER.values()}
     assert [path for path in named if not (Path(__file__).parent / path).exists()] == []
+    assert all(path.startswith(WAITING) for path in WAITING_LONGEST)
 
 
 def test_a_worker_is_forked_while_its_server_lives(tmp_path: Path) -> None:
