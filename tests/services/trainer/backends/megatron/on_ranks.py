@@ -244,9 +244,10 @@ def _trained(world: World, file: Path, case: Case) -> dict[str, Any]:
     if "resume" in case:
         checkpoint.load(case["resume"], backend)
     parallel = backend.data_parallel
-    batches = batch.microbatches(
-        parallel.rank, parallel.size, case.get("microbatches", 4), told=case.get("told", False)
-    )
+    options = case.get("options", {})
+    # A pipeline is full with four. The loss that balances experts is a mean over micro-batches.
+    count = 4 if {"pipeline_parallel", "experts"} & set(options) else 2
+    batches = batch.microbatches(parallel.rank, parallel.size, count, told=case.get("told", False))
     before = backend.scores(batches, temperature=batch.TEMPERATURE)
     logprobs = _by_row(backend, batches, [scores.logprobs_r for scores in before])
     entropies = _by_row(backend, batches, [scores.entropy_r for scores in before])
