@@ -123,7 +123,7 @@ class _Scores(torch.autograd.Function):
             if grad_hidden_rh is not None:
                 grad_hidden_rh[part] = grad_rv @ weight_vh[:size]
             if grad_weight_vh is not None:
-                grad_weight_vh[:size] += grad_rv.t() @ hidden_rh[part]
+                _add_product(grad_weight_vh[:size], grad_rv.t(), hidden_rh[part])
             if grad_bias_v is not None:
                 grad_bias_v[:size] += grad_rv.sum(0, dtype=torch.float32)
         grad_weight = None if grad_weight_vh is None else grad_weight_vh.to(weight_vh.dtype)
@@ -141,6 +141,15 @@ def _linear(hidden_rh: Tensor, weight_vh: Tensor, bias_v: Tensor | None, vocabul
 def _zeros_like(parameter: Tensor) -> Tensor:
     """float32: a gradient that is summed over chunks would lose precision in the parameter's dtype."""
     return torch.zeros_like(parameter, dtype=torch.float32)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds left @ right to `total`, float32. On GPUs the product of half precision is added as it is computed: to write
+    it, read it and add it takes longer than to compute it."""
+    if left.is_cuda and left.dtype != total.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 def _normalised(
