@@ -151,8 +151,8 @@ transformers' eager attention, and its gradients within 0.1 %. A model that make
 3n) may differ by as much as weights that change in their last bit make it, and by 0.001 at most. The message of a
 refusal has the measured difference, and what the attention leaves out.
 
-`segments` and `varlen` stand for each other, as they take the same. For `flash_attention_2` a slow reference of what
-flash-attn 2 honours is computed.
+`segments` and `varlen` stand for each other, as they take the same. For `flash_attention_2` and
+`flash_attention_4`, which honour the same, a slow reference is computed.
 
 Refused are also rotary positions of which engine and trainer have different rules of length: `dynamic`, except
 Hunyuan's with `alpha`; `longrope` (Phi-3.5, Phi-4-mini), unless the longest text of the job, `data.max_prompt_tokens`

@@ -19,8 +19,9 @@ OF_EACH_MODEL = ("compile_layers", "fsdp_size", "offload_parameters", "sequence_
 class Fsdp2Options(StrictModel):
     """What `trainer.backend_options` may hold for this backend."""
 
-    attention: Literal["auto", "varlen", "segments", "flash_attention_2", "sdpa"] = "auto"
-    """auto: flash_attention_2 if flash-attn is installed; else varlen (torch's kernel for packed sequences: GPUs,
+    attention: Literal["auto", "varlen", "segments", "flash_attention_2", "flash_attention_4", "sdpa"] = "auto"
+    """auto: flash_attention_4 if flash-attn-4 is installed and has the model's heads on this GPU (Hopper, Blackwell);
+    else flash_attention_2 if flash-attn is installed; else varlen (torch's kernel for packed sequences: GPUs,
     bfloat16 or float16); else segments (torch's causal kernels on unpacked sequences). sdpa builds the block-diagonal
     mask of the whole micro-batch: for models whose attention takes no other."""
     compile_layers: bool | None = None

@@ -17,7 +17,7 @@ FIELD = f"trainer.backend_options.{NAME}"
 HEADS = ("num_attention_heads", "num_attention_heads_per_layer")
 CONFIG_ENTRIES = (*HEADS, "layer_types")
 """Entries of a model's config (of its text part) that the rules read."""
-SPLIT = ("auto", "varlen", "segments")
+SPLIT = ("auto", "varlen", "segments", "flash_attention_4")
 """Attention implementations with which ranks can share a micro-batch."""
 
 

@@ -1,9 +1,11 @@
-"""Torch's kernel for packed sequences against the padded buckets, on a GPU in bfloat16."""
+"""Kernels for packed sequences against slower references, on a GPU in bfloat16."""
 
 import pytest
 import torch
 
-from services.trainer.backends.fsdp2.attention import attend, attend_varlen, varlen_fits
+from services.trainer.backends.fsdp2 import flash4
+from services.trainer.backends.fsdp2.attention import attend, attend_varlen, flash4_fits, varlen_fits
+from services.trainer.backends.fsdp2.proof.implementations import attend_flash
 from services.trainer.backends.recurrence import Segments
 
 pytestmark = pytest.mark.gpu
@@ -31,12 +33,40 @@ def test_varlen_equals_segments(heads: int, kv_heads: int, size: int, window: in
         torch.testing.assert_close(packed, buckets, atol=0.06, rtol=0.03)
 
 
-def test_which_models_it_takes() -> None:
+@pytest.mark.parametrize("window, cap", [(None, None), (100, None), (None, 5.0), (100, 5.0)])
+@pytest.mark.parametrize("heads, kv_heads, size", [(16, 2, 128), (4, 4, 64), (8, 1, 256)])
+def test_flash4_equals_the_reference(
+    heads: int, kv_heads: int, size: int, window: int | None, cap: float | None
+) -> None:
+    """Compiled, as layers are."""
+    pytest.importorskip("flash_attn.cute")
+    device, lengths = torch.device("cuda"), [3, 700, 1, 64, 255, 256]
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(1, count, sum(lengths), size, dtype=torch.bfloat16, device=device, requires_grad=True)
+        for count in (heads, kv_heads, kv_heads)
+    ]
+    starts = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0).int()
+    weights = torch.randn(sum(lengths), heads, size, dtype=torch.bfloat16, device=device)
+    settings = {"cu_seq_lens_q": starts, "max_length_q": max(lengths), "sliding_window": window, "softcap": cap}
+    found = []
+    for call, given in (
+        (attend_flash, [tensor.detach().float().requires_grad_() for tensor in inputs]),
+        (torch.compile(flash4.attend), inputs),
+    ):
+        out, _ = call(torch.nn.Module(), *given, None, **settings)
+        found.append([out, *torch.autograd.grad((out[0] * weights).sum(), given)])
+    for reference, kernel in zip(*found, strict=True):
+        torch.testing.assert_close(kernel.float(), reference.float(), atol=0.06, rtol=0.03)
+
+
+def test_which_models_they_take() -> None:
     config, device = (
         type("Config", (), {"head_dim": 128, "hidden_size": 1, "num_attention_heads": 1}),
         torch.device("cuda"),
     )
     assert varlen_fits(config, torch.bfloat16, device)
+    assert flash4_fits(config, torch.bfloat16, device) == flash4.installed()
     assert not varlen_fits(config, torch.float32, device)
     assert not varlen_fits(type("Latent", (config,), {"kv_lora_rank": 512}), torch.bfloat16, device)
     assert not varlen_fits(type("Wide", (config,), {"head_dim": 512}), torch.bfloat16, device)

@@ -1,9 +1,9 @@
-"""Attention over packed sequences without a mask, in two ways. Both are causal within each sequence.
+"""Attention over packed sequences without a mask. It is causal within each sequence.
 
-`varlen` is one call of torch's kernel for sequences of different lengths: GPUs only, half precision only. `segments`
-works everywhere: sequences of similar length are unpacked into padded buckets, one scaled_dot_product_attention each.
-The projections and the MLP run on packed tokens in both. A mask over the packed row would cost the square of the
-micro-batch instead of the squares of its sequences.
+`varlen` is one call of torch's kernel for sequences of different lengths: GPUs only, half precision only; `flash4` is
+another. `segments` works everywhere: sequences of similar length are unpacked into padded buckets, one
+scaled_dot_product_attention each. The projections and the MLP run on packed tokens in all. A mask over the packed row
+would cost the square of the micro-batch instead of the squares of its sequences.
 """
 
 import functools
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from services.trainer.backends.fsdp2 import flash4
 from services.trainer.backends.fsdp2.sequence_parallel import HeadExchange, RankTokens
 from services.trainer.backends.recurrence import Segments
 from services.trainer.protocol.microbatch import MicroBatch
@@ -32,8 +33,14 @@ else:
     # Later releases need an argument if there are fewer key heads than query heads.
     GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
-SEGMENTS, VARLEN = "millrace_segments", "millrace_varlen"
-"""Names of the two implementations in transformers."""
+SEGMENTS, VARLEN, FLASH4 = "millrace_segments", "millrace_varlen", "millrace_fa4"
+"""Names of the implementations in transformers, which loads kernels for a name with "flash" in it."""
+OWN = {"segments": SEGMENTS, "varlen": VARLEN, "flash_attention_4": FLASH4}
+"""The same, by their values of trainer.backend_options.attention."""
+FLASH2 = "flash_attention_2"
+"""That of transformers itself."""
+HEAD_SIZES = ("head_dim", "global_head_dim")
+"""Entries of a config with the size of a head: of all layers, and of some."""
 LARGEST_HEAD = 256
 """Largest head dimension that the varlen kernel supports."""
 
@@ -56,7 +63,7 @@ def _packing(attention: str, batch: MicroBatch, device: torch.device) -> dict[st
     if attention == VARLEN:
         # A power of two: compiled layers are not compiled again for each micro-batch's longest sequence.
         return {"starts": batch.starts.to(device), "longest": 1 << (max(batch.lengths) - 1).bit_length()}
-    if attention == "flash_attention_2":
+    if attention in (FLASH2, FLASH4):
         starts, longest = batch.starts.to(device), max(batch.lengths)
         return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
     return {}
@@ -64,13 +71,27 @@ def _packing(attention: str, batch: MicroBatch, device: torch.device) -> dict[st
 
 def varlen_fits(config: Any, compute: torch.dtype, device: torch.device) -> bool:
     """Whether torch has the varlen kernel here, and the kernel supports a model with this config (of the text part)."""
+    head = _head(config, compute, device)
+    return (
+        head is not None and head <= LARGEST_HEAD and importlib.util.find_spec("torch.nn.attention.varlen") is not None
+    )
+
+
+def flash4_fits(config: Any, compute: torch.dtype, device: torch.device) -> bool:
+    """Whether FlashAttention 4 is installed here, and supports a model with this config (of the text part)."""
+    head = _head(config, compute, device)
+    return head is not None and flash4.installed() and flash4.supports(head, device)
+
+
+def _head(config: Any, compute: torch.dtype, device: torch.device) -> int | None:
+    """Size of a head; None if no kernel for packed sequences computes such heads in this precision, or there is no
+    GPU."""
     if device.type != "cuda" or compute not in (torch.bfloat16, torch.float16):
-        return False
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return False
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    latent = getattr(config, "kv_lora_rank", None)  # with it keys and values of a head differ in size
-    return not latent and head <= LARGEST_HEAD
+        return None
+    if getattr(config, "kv_lora_rank", None):  # keys and values of a head differ in size
+        return None
+    stated = [size for name in HEAD_SIZES if (size := getattr(config, name, None))]
+    return max(stated, default=0) or int(config.hidden_size // config.num_attention_heads)
 
 
 def exchanged(attention: Attention) -> Attention:
@@ -161,3 +182,4 @@ def _causal(index: Tensor, window: int | None) -> dict[str, Any]:
 
 AttentionInterface.register(SEGMENTS, exchanged(attend))
 AttentionInterface.register(VARLEN, exchanged(attend_varlen))
+AttentionInterface.register(FLASH4, exchanged(flash4.attend))

@@ -282,17 +282,23 @@ class Fsdp2Backend(ShardedModel):
 
 def _attention(options: Fsdp2Options, config: Any, compute: torch.dtype, device: torch.device) -> str:
     """Name in transformers of the attention that the job uses, for a model with this config (of the text part)."""
-    fits = attention.varlen_fits(config, compute, device)
+    varlen, flash4 = (fits(config, compute, device) for fits in (attention.varlen_fits, attention.flash4_fits))
     if options.attention == "auto":
-        flash = is_flash_attn_2_available() and options.sequence_parallel_size == 1
-        return "flash_attention_2" if flash else attention.VARLEN if fits else attention.SEGMENTS
-    if options.attention == "varlen" and not fits:
+        if flash4:
+            return attention.FLASH4
+        flash2 = is_flash_attn_2_available() and options.sequence_parallel_size == 1
+        return attention.FLASH2 if flash2 else attention.VARLEN if varlen else attention.SEGMENTS
+    if options.attention == "varlen" and not varlen:
         reason = "torch's kernel needs a GPU, bfloat16 or float16, heads of at most 256 and no latent attention"
         raise refused(ATTENTION_FIELD, options.attention, reason, "leave the option out.")
-    if options.attention == "flash_attention_2" and not is_flash_attn_2_available():
+    if options.attention == attention.FLASH2 and not is_flash_attn_2_available():
         reason = "flash-attn is not installed here"
         raise refused(ATTENTION_FIELD, options.attention, reason, "install it on every trainer host, or leave it out.")
-    return {"segments": attention.SEGMENTS, "varlen": attention.VARLEN}.get(options.attention, options.attention)
+    if options.attention == "flash_attention_4" and not flash4:
+        needed = "flash-attn-4, a Hopper or Blackwell GPU, bfloat16 or float16, and no latent attention"
+        reason = f"it needs {needed}; heads have a multiple of 8 and at most 256 dimensions, 128 on Blackwell"
+        raise refused(ATTENTION_FIELD, options.attention, reason, "leave the option out.")
+    return attention.OWN.get(options.attention, options.attention)
 
 
 def _role_sharding(policy: Sharding, options: Fsdp2Options, role: Role) -> Sharding:

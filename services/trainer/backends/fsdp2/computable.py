@@ -14,7 +14,6 @@ from millrace.fsdp2 import architectures, rotary, sequence_parallel
 from millrace.sequence_cost import LINEAR
 from millrace.spec import JobSpec
 from services.trainer.backends.fsdp2 import attention, recurrent
-from services.trainer.backends.fsdp2.proof.implementations import FLASH
 from services.trainer.backends.fsdp2.proof.packed import Proof, prove
 
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -23,7 +22,7 @@ ANOTHER = "choose another architecture."
 
 def named(implementation: str) -> str:
     """Name of an attention implementation in trainer.backend_options."""
-    return {attention.SEGMENTS: "segments", attention.VARLEN: "varlen"}.get(implementation, implementation)
+    return next((name for name, own in attention.OWN.items() if own == implementation), implementation)
 
 
 def check_config(spec: JobSpec, options: Fsdp2Options, config: Any, path: str, field: str) -> None:
@@ -51,8 +50,8 @@ def check_computable(module: PreTrainedModel, implementation: str, path: str, fi
     if any(kind._is_stateful for kind in kinds) and not apart:
         reason = f"the state of {kind.__name__}'s layers would run from one packed sequence into the next"
         raise refused(field, path, reason, ANOTHER)
-    if implementation == FLASH and not _takes_flash(kind):
-        raise refused(field, path, f"{kind.__name__} cannot be computed with {FLASH}", ANOTHER)
+    if implementation == attention.FLASH2 and not _takes_flash(kind):
+        raise refused(field, path, f"{kind.__name__} cannot be computed with {attention.FLASH2}", ANOTHER)
     proof = prove(kind, config, implementation)
     if not proof.holds:
         raise refused(field, path, _refusal(kind, implementation, proof), _fix(kind, config))
@@ -61,12 +60,12 @@ def check_computable(module: PreTrainedModel, implementation: str, path: str, fi
 def _takes_flash(kind: type[PreTrainedModel]) -> bool:
     """Whether transformers computes models of this class with flash-attn 2."""
     only = getattr(kind, "_compatible_flash_implementations", None)
-    return bool(kind._supports_flash_attn) and (only is None or FLASH in only)
+    return bool(kind._supports_flash_attn) and (only is None or attention.FLASH2 in only)
 
 
 def _fix(kind: type[PreTrainedModel], config: Any) -> str:
     """The attention implementations that compute the model, of those that know of packed sequences by themselves."""
-    known = [*([FLASH] if _takes_flash(kind) else []), "sdpa"]
+    known = [*([attention.FLASH2] if _takes_flash(kind) else []), "sdpa"]
     better = " or ".join(f'"{name}"' for name in known if prove(kind, config, name).holds)
     return f"set trainer.backend_options.attention to {better}, or {ANOTHER}" if better else ANOTHER
 

@@ -28,15 +28,15 @@ from services.trainer.backends.fsdp2.adapted import choose_layers
 from services.trainer.backends.fsdp2.computable import check_computable, check_config
 from services.trainer.backends.fsdp2.loading import check_whole_folder
 from services.trainer.backends.fsdp2.model import FIELD, load_config
-from services.trainer.backends.fsdp2.proof.implementations import FLASH
 from services.trainer.backends.tower import with_tower, without_tower
 from services.trainer.checkpoints.model_files import CRITIC_FIELD, ModelFiles, readable, stored_head
 
 NAMES = {
-    "auto": (attention.SEGMENTS, FLASH),
+    "auto": (attention.SEGMENTS, attention.FLASH2),
     "varlen": (attention.VARLEN,),
     "segments": (attention.SEGMENTS,),
-    FLASH: (FLASH,),
+    attention.FLASH2: (attention.FLASH2,),
+    "flash_attention_4": (attention.FLASH4,),
     "sdpa": ("sdpa",),
 }
 """Attention implementations of which one has to be right. The trainer's host may have flash-attn if this one has

@@ -1,7 +1,7 @@
 """The attention implementations of this backend as the proof runs them: on the CPU, in float32.
 
-`varlen` takes the same keywords as `segments`, which stands for both. flash-attn runs on GPUs only, in half precision,
-so a slow reference with what its second release honours stands for it. Both remember which keywords the layers gave
+`varlen` takes the same keywords as `segments`, which stands for both. Both releases of flash-attn run on GPUs only, in
+half precision, so a slow reference with what they honour stands for them. Both remember which keywords the layers gave
 them that they leave out.
 """
 
@@ -15,15 +15,14 @@ from transformers import AttentionInterface
 
 from services.trainer.backends.fsdp2 import attention
 
-FLASH = "flash_attention_2"
 PROVED = {
     attention.SEGMENTS: "millrace_proof_segments",
     attention.VARLEN: "millrace_proof_segments",
-    FLASH: "millrace_proof_fa2",
+    attention.FLASH2: "millrace_proof_fa",
+    attention.FLASH4: "millrace_proof_fa",
 }
-"""Name in transformers of what stands for an implementation. Any other one is run itself. transformers loads kernels
-for a name with "flash" in it."""
-INPUTS = {"millrace_proof_segments": attention.SEGMENTS, "millrace_proof_fa2": FLASH}
+"""Name in transformers of what stands for an implementation. Any other one is run itself."""
+INPUTS = {"millrace_proof_segments": attention.SEGMENTS, "millrace_proof_fa": attention.FLASH2}
 """Whose inputs each of them takes."""
 HARMLESS = frozenset(
     {
@@ -66,7 +65,7 @@ def attend(
 def attend_flash(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
 ) -> tuple[Tensor, None]:
-    """What transformers computes with flash-attn 2 for one packed row, a sequence at a time."""
+    """What flash-attn computes for one packed row, a sequence at a time."""
     _remember(named, {"scaling", "sliding_window", "softcap"})
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
@@ -77,7 +76,7 @@ def attend_flash(
         scores = q @ k.transpose(1, 2) * (named.get("scaling") or q.shape[-1] ** -0.5)
         if cap := named.get("softcap"):
             scores = cap * (scores / cap).tanh()
-        places = torch.arange(q.shape[1])
+        places = torch.arange(q.shape[1], device=q.device)
         behind = places[:, None] - places[None, :]
         window = named.get("sliding_window") or len(places)
         is_causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -102,4 +101,4 @@ def _remember(named: dict[str, Any], honoured: set[str]) -> None:
 
 
 AttentionInterface.register("millrace_proof_segments", attend)
-AttentionInterface.register("millrace_proof_fa2", attend_flash)
+AttentionInterface.register("millrace_proof_fa", attend_flash)

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 from millrace.errors import InvalidJob
 from services.rollout.engines.transformers.decode_batch import DecodeBatch
 from services.rollout.engines.transformers.model import attention_for
-from services.trainer.backends.fsdp2.attention import SEGMENTS
+from services.trainer.backends.fsdp2.attention import FLASH2, SEGMENTS
 from services.trainer.backends.fsdp2.computable import check_computable
-from services.trainer.backends.fsdp2.proof.implementations import FLASH
 from services.trainer.backends.fsdp2.proof.packed import CANNOT_RUN, FIRST_TOKEN, build, random_model
 from services.trainer.backends.fsdp2.proof.tiny import VOCABULARY, set_noise, tiny
 
@@ -34,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Entries without a default with which the model can be built, and those that published models have."""
 DECODED = 6
 """Tokens of each sequence that the engine gets one after the other."""
-IMPLEMENTATIONS = (SEGMENTS, FLASH, "sdpa")
+IMPLEMENTATIONS = (SEGMENTS, FLASH2, "sdpa")
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,9 @@ def test_refuses_what_is_no_model(one_rank: torch.device, tied_model: Path, tmp_
         assert words in raised.value.what and str(folder) in raised.value.what and raised.value.fix
 
 
-@pytest.mark.parametrize("options", [{"atention": "sdpa"}, {"attention": "flash_attention_2"}, {"attention": "varlen"}])
+@pytest.mark.parametrize(
+    "options", [{"atention": "sdpa"}, *({"attention": f"flash_attention_{n}"} for n in (2, 4)), {"attention": "varlen"}]
+)
 def test_refuses_options(one_rank: torch.device, tied_model: Path, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidJob, match=r"trainer\.backend_options"):
         build(job_spec(tied_model, trainer={"backend_options": options}), one_rank)

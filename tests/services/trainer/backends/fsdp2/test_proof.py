@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from services.trainer.backends.fsdp2.attention import SEGMENTS
-from services.trainer.backends.fsdp2.proof.implementations import FLASH
+from services.trainer.backends.fsdp2.attention import FLASH2, SEGMENTS
 from services.trainer.backends.fsdp2.proof.packed import LENGTHS, Proof, prove
 from services.trainer.backends.fsdp2.proof.tiny import WINDOW, set_noise, tiny
 
@@ -47,8 +46,8 @@ def test_keywords_that_are_left_out_are_named() -> None:
     entries = {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16}
     proof = proof_of("gemma2", **entries)
     assert not proof.holds and proof.nats > 0.01 and proof.left_out == ("softcap",)
-    assert proof_of("gemma2", FLASH, **entries).holds
-    assert proof_of("gpt_oss").left_out == ("s_aux",) == proof_of("gpt_oss", FLASH).left_out
+    assert proof_of("gemma2", FLASH2, **entries).holds
+    assert proof_of("gpt_oss").left_out == ("s_aux",) == proof_of("gpt_oss", FLASH2).left_out
 
 
 def test_layers_that_lose_the_borders_are_named() -> None:
