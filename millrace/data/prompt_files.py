@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.data.columns.layout import Layout, Reading, layout_of
+from millrace.data.fingerprint import fingerprint
 from millrace.data.prompt_source import PromptSource, RowFile
 from millrace.data.row import PromptRow, read_row
 from millrace.errors import BadRow, InvalidJob, Mistake, refused
@@ -26,8 +27,8 @@ class _File:
 class PromptFiles(PromptSource):
     """The rows of several files, one file after another."""
 
-    def __init__(self, files: Sequence[_File], reading: Reading, field: str) -> None:
-        self._files, self._reading = files, reading
+    def __init__(self, files: Sequence[_File], reading: Reading, field: str, fingerprint: str) -> None:
+        self._files, self._reading, self._fingerprint = files, reading, fingerprint
         self._ends = list(accumulate(len(file.rows) for file in files))
         starts = [0, *self._ends[:-1]]
         mistakes, self._plain = [], False
@@ -54,6 +55,11 @@ class PromptFiles(PromptSource):
             choice = "" if asked else "; data.prompt_format: chat makes each the message of a user instead"
             lines.append(f"prompts that are plain text go to the model as they are, without a chat template{choice}")
         return lines
+
+    @property
+    def fingerprint(self) -> str:
+        """See `PromptSource.fingerprint`."""
+        return self._fingerprint
 
     def scan(self) -> Iterator[PromptRow | BadRow]:
         """See `PromptSource.scan`."""
@@ -104,7 +110,12 @@ def open_files(paths: Sequence[str], field: str, reading: Reading) -> PromptFile
             mistakes.append(_mistake(field, error))
     if mistakes:
         raise InvalidJob.of(list(dict.fromkeys(mistakes)))
-    return PromptFiles(files, reading, field)
+    try:
+        content = fingerprint(paths)
+    except OSError as error:
+        fix = "write the file again, or change its permissions."
+        raise refused(field, str(error.filename), f"cannot be read: {error.strerror}", fix) from error
+    return PromptFiles(files, reading, field, content)
 
 
 def _mistake(field: str, error: BadRow) -> Mistake:

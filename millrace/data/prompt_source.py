@@ -76,6 +76,11 @@ class PromptSource(ABC):
         """Lines for people: what of the data is taken for what."""
         return []
 
+    @property
+    def fingerprint(self) -> str:
+        """The same as long as the rows are; empty where the job spec alone says what they are."""
+        return ""
+
     def __iter__(self) -> Iterator[PromptRow]:
         return (self[index] for index in range(len(self)))
 

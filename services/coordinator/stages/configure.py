@@ -55,11 +55,20 @@ async def configure(run: Run) -> None:
 
 
 async def _check_data(run: Run) -> None:
-    rows = len(run.source)
-    if run.job.rows not in (0, rows):
-        what = f"the data has {rows} rows and had {run.job.rows} when the job began."
-        raise MillraceError(what, "restore the files as they were, or submit a new job.")
-    await run.components.store.jobs.update(run.job.id, rows=rows, steps=run.steps)
+    """Raises MillraceError if the rows are not those that the job began with: it knows its place by their numbers."""
+    rows, content, job = len(run.source), run.source.fingerprint, run.job
+    fix = "restore the files as they were, or submit a new job."
+    if job.rows not in (0, rows):
+        raise MillraceError(f"data.files: the data has {rows} rows and had {job.rows} when the job began.", fix)
+    if job.data_fingerprint not in ("", content):
+        raise MillraceError(f"data.files: the content of {_files(run)} is not that with which the job began.", fix)
+    await run.components.store.jobs.update(job.id, rows=rows, data_fingerprint=content, steps=run.steps)
+
+
+def _files(run: Run) -> str:
+    """The data files of a job, for an error."""
+    first, *others = run.spec.data.files
+    return f"{first} or of {len(others)} more" if others else first
 
 
 async def _trainer_arrived(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +160,28 @@ async def test_changes_that_will_not_do_leave_the_job_as_it_was(cluster: Cluster
         await asyncio.to_thread(client.resume, job.id, {"schedule": {"steps": 9}})
     await asyncio.to_thread(client.cancel, job.id)
     await cluster.ended(job.id)
+
+
+def replaced(file: str, old: str, new: str) -> None:
+    """Puts another file, with `new` for `old` in its text, in the place of `file`."""
+    other = Path(f"{file}.other")
+    other.write_text(Path(file).read_text().replace(old, new))
+    other.replace(file)
+
+
+@scenario
+async def test_a_job_does_not_go_on_with_other_rows_in_the_same_file(cluster: Cluster, spec: dict[str, Any]) -> None:
+    trainer, _ = await cluster.trainer(), await cluster.replica(seconds=0.02)
+    job = await failed(cluster, spec, trainer, after=3)
+    (file,) = spec["data"]["files"]
+    replaced(file, " + 1", " + 2")
+    await asyncio.to_thread(cluster.coordinator.client.resume, job.id)
+    refused = await cluster.ended(job.id)
+    assert (refused.state, refused.step) == (JobState.FAILED, 3)
+    assert f"data.files: the content of {file} is not that with which the job began." in str(refused.failure)
+    assert "Fix: restore the files as they were" in str(refused.failure)
+    replaced(file, " + 2", " + 1")
+    await finishes(cluster, job.id, trainer)
 
 
 @scenario
