@@ -1,7 +1,6 @@
 """Everything that `millrace validate` looks at and a submission does not: every row, prompts as tokens, the reward
 function, the model as the backend builds it. Takes seconds to minutes, and runs the user's reward function."""
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,8 @@ from millrace.spec.job import JobSpec
 
 SAMPLE = 2000
 """Rows, at equal distances, whose prompts become tokens and whose ground truths a built-in reward reads."""
+COUNTED = 65_536
+"""Tokens up to which a prompt longer than `data.max_prompt_tokens` is counted. Tokens of a huge one take minutes."""
 GENERATED = 100
 """Rows of a procedural source that are made."""
 FUNCTION_ROWS = 4
@@ -156,15 +157,14 @@ def _prompts(spec: JobSpec, sections: list[Section], progress: Progress, notes: 
         return [wrong_value("model.path", spec.model.path, reason, fix)]
     mistakes: list[Mistake] = []
     for section in sections:
+        most = max(spec.data.max_prompt_tokens, COUNTED)
         lengths, largest, refused = [], -1, Section(section.name, section.source, section.procedural)
         for row in progress(section.sample, f"prompts of {section.name}", len(section.sample)):
             options = spec.data.chat_template_options
             try:
-                rendered = render(
-                    row, tokenizer, max_tokens=sys.maxsize, chat_template_options=options, pictures=pictures
-                )
-                lengths.append(len(rendered.token_ids))
-                largest = max(largest, *rendered.token_ids)
+                rendered = render(row, tokenizer, max_tokens=most, chat_template_options=options, pictures=pictures)
+                lengths.append(len(rendered.token_ids) if rendered.dropped is None else most + 1)
+                largest = max((largest, *rendered.token_ids))
             except BadRow as error:
                 refused.add(row.index, error.what, error.fix)
         mistakes += refused.mistakes
@@ -203,13 +203,17 @@ def _tokenizer(spec: JobSpec) -> Any:
 def _lengths(spec: JobSpec, section: Section, lengths: list[int], notes: list[str]) -> list[Mistake]:
     most, drops = spec.data.max_prompt_tokens, spec.data.overlong_prompts == "drop"
     over = sum(length > most for length in lengths)
+    counted = max(most, COUNTED)
+    shortest, longest = (
+        str(length) if length <= counted else f"more than {counted}" for length in (min(lengths), max(lengths))
+    )
     if over == len(lengths) and drops:
-        reason = f"every prompt of {section.name} would be dropped: the shortest has {min(lengths)} tokens"
-        fix = f"raise it, to {max(lengths)} for all, or set data.overlong_prompts."
+        reason = f"every prompt of {section.name} would be dropped: the shortest has {shortest} tokens"
+        fix = f"raise it, to {longest} for all, or set data.overlong_prompts."
         return [wrong_value("data.max_prompt_tokens", most, reason, fix)]
     then = "dropped" if drops else "cut"
     notes.append(
-        f"prompts of {section.name}: {len(lengths)} looked at, the longest has {max(lengths)} tokens; {over} "
+        f"prompts of {section.name}: {len(lengths)} looked at, the longest has {longest} tokens; {over} "
         f"({over / len(lengths):.1%}) are longer than data.max_prompt_tokens ({most}) and would be {then}"
     )
     return []

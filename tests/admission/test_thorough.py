@@ -103,6 +103,29 @@ def test_prompts_that_would_be_dropped_are_counted(tmp_path: Path) -> None:
     assert mistake.startswith("data.max_prompt_tokens: 4: every prompt of data would be dropped: the shortest has 6")
 
 
+@pytest.mark.parametrize("overlong", ["drop", "truncate_left"])
+def test_of_huge_prompts_only_the_beginning_is_counted(
+    overlong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    byte_tokenizer(CHATML).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 259}))
+    write_rows(tmp_path / "train.jsonl", [PromptRow(0, "sums", "x" * 4_000_000, ground_truth="1")])
+    spec, notes, encoded = spec_of(tmp_path, "train.jsonl", overlong_prompts=overlong), list[str](), list[int]()
+    tokenizer = thorough._tokenizer(spec)
+    encode = tokenizer.encode
+
+    def counting(text: str) -> list[int]:
+        encoded.append(len(text))
+        return list(encode(text))
+
+    monkeypatch.setattr(tokenizer, "encode", counting)
+    monkeypatch.setattr(thorough, "_tokenizer", lambda _: tokenizer)
+    found = [*map(str, thorough._prompts(spec, [read(spec)], plain, notes)), *notes]
+    assert "more than 65536 tokens" in found[0]
+    assert ("the shortest has" in found[0]) is (overlong == "drop")
+    assert sum(encoded) < 2_000_000
+
+
 def test_what_takes_long_is_told_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "train.jsonl", [PromptRow(1, "sums", "1 + 1", ground_truth="2")])
     lines: list[str] = []
