@@ -1,6 +1,8 @@
 """The client against a server that misbehaves as told. Against a real coordinator: tests/test_cli.py and tests/e2e."""
 
 import json
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -81,8 +83,10 @@ class Answering(BaseHTTPRequestHandler):
             self._stream(answer)
             return
         status, tree = answer
-        data = json.dumps(tree).encode()
+        is_page = isinstance(tree, bytes)
+        data = tree if is_page else json.dumps(tree).encode()
         self.send_response(status)
+        self.send_header("content-type", "text/html" if is_page else "application/json")
         self.send_header("content-length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -149,6 +153,13 @@ def test_an_answer_that_is_no_problem_document_is_told_as_it_is(coordinator: Coo
         client.job(JOB["id"])
 
 
+def test_of_a_page_only_the_status_is_told(coordinator: Coordinator) -> None:
+    coordinator.answers[PATH] = [(404, b"<html>Not here</html>")]
+    with Client(coordinator.url) as client, pytest.raises(NotFound, match="answered 404: Not Found") as told:
+        client.job(JOB["id"])
+    assert "<html>" not in told.value.what and "--url" in told.value.fix
+
+
 def test_submission_carries_key_and_token(coordinator: Coordinator) -> None:
     coordinator.answers["/v1/jobs"] = [(201, JOB)]
     with Client(coordinator.url, token="secret") as client:
@@ -196,7 +207,9 @@ def test_a_coordinator_whose_redis_is_away_is_asked_again(coordinator: Coordinat
         assert [e.id for e in client.events(JOB["id"])] == ["1-0"]
 
 
-@pytest.mark.parametrize("url", ["http://[bad", "http://a:b:c", "127.0.0.1:7700", "http://host:99999999"])
+@pytest.mark.parametrize(
+    "url", ["http://[bad", "http://a:b:c", "127.0.0.1:7700", "http://host:99999999", "http:///jobs"]
+)
 def test_an_address_that_is_none_is_told(url: str) -> None:
     with Client(url, token="") as client, pytest.raises(MillraceError) as told:
         client.jobs()
@@ -232,6 +245,17 @@ def test_patience_ends_with_an_error_that_names_the_coordinator() -> None:
     ):
         client.jobs()
     assert "millrace up" in told.value.fix
+
+
+def test_the_time_is_told_for_which_nothing_answered() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        Client(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.5, patience_s=0.1) as client,
+        pytest.raises(Unavailable) as told,
+    ):
+        client.jobs()
+    waited = re.search(r"within ([0-9.]+) s", told.value.what)
+    assert waited is not None and float(waited[1]) >= 0.5
 
 
 def test_events_go_on_where_the_stream_broke_and_end_with_the_job(coordinator: Coordinator) -> None:

@@ -117,6 +117,8 @@ class Connection:
                 address = urlsplit(url)
                 if address.scheme not in ("http", "https"):
                     raise ValueError("does not begin with http:// or https://")
+                if not address.hostname:
+                    raise ValueError("names no host")
                 if self._urls.count(url) > 1:
                     raise ValueError("comes twice")
                 self._clients[url] = httpx.Client(
@@ -143,8 +145,7 @@ class Connection:
         the answer. Raises MillraceError."""
         import httpx
 
-        deadline = time.monotonic() + self._patience_s
-        wait_s = 0.1
+        began, wait_s = time.monotonic(), 0.1
         while True:
             connection = self._connection()
             try:
@@ -156,9 +157,9 @@ class Connection:
                 if response.status_code not in TEMPORARY:
                     raise failure
             except httpx.RequestError as error:
-                failure = self._unreachable(error, method, path)
+                failure = self._unreachable(error, method, path, time.monotonic() - began)
             self._led_at = -math.inf
-            if time.monotonic() + wait_s > deadline:
+            if time.monotonic() + wait_s > began + self._patience_s:
                 raise failure
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, 1.0)
@@ -200,7 +201,7 @@ class Connection:
             fix = "check that --url or MILLRACE_URL is the address of a coordinator, and compare `millrace --version`."
             raise errors.MillraceError(what, fix) from error
 
-    def _unreachable(self, error: Exception, method: str, path: str) -> errors.Unavailable:
+    def _unreachable(self, error: Exception, method: str, path: str, after_s: float) -> errors.Unavailable:
         from millrace.wire.tls.faults import diagnose
 
         with contextlib.suppress(ValueError):  # of a port that is none
@@ -209,7 +210,7 @@ class Connection:
             if (fault := diagnose(address.hostname or "", port, encrypted=address.scheme == "https")) is not None:
                 return fault
         return errors.Unavailable(
-            f"the coordinator at {self.url} did not answer {method} {path} within {self._patience_s:g} s: {error}.",
+            f"the coordinator at {self.url} did not answer {method} {path} within {after_s:.1f} s: {error}.",
             "start one with `millrace up`, or give its address with --url or MILLRACE_URL.",
         )
 
@@ -220,7 +221,8 @@ def _error_of(response: httpx.Response) -> errors.MillraceError:
     try:
         problem = Problem.model_validate_json(response.content)
     except ValueError:
-        text = response.text.strip()[:500] or response.reason_phrase
+        is_page = "html" in response.headers.get("content-type", "")
+        text = response.reason_phrase if is_page else response.text.strip()[:500] or response.reason_phrase
         what = f"{response.request.url} answered {response.status_code}: {text}"
         return kind(what, "check that --url or MILLRACE_URL is the address of a coordinator.")
     if kind is errors.InvalidJob:
