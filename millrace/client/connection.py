@@ -157,7 +157,9 @@ class Connection:
                 if response.status_code not in TEMPORARY:
                     raise failure
             except httpx.RequestError as error:
-                failure = self._unreachable(error, method, path, time.monotonic() - began)
+                timed_out = isinstance(error, httpx.TimeoutException)
+                within_s = time.monotonic() - began if timed_out else self._patience_s
+                failure = self._unreachable(error, method, path, within_s)
             self._led_at = -math.inf
             if time.monotonic() + wait_s > began + self._patience_s:
                 raise failure
@@ -201,7 +203,7 @@ class Connection:
             fix = "check that --url or MILLRACE_URL is the address of a coordinator, and compare `millrace --version`."
             raise errors.MillraceError(what, fix) from error
 
-    def _unreachable(self, error: Exception, method: str, path: str, after_s: float) -> errors.Unavailable:
+    def _unreachable(self, error: Exception, method: str, path: str, within_s: float) -> errors.Unavailable:
         from millrace.wire.tls.faults import diagnose
 
         with contextlib.suppress(ValueError):  # of a port that is none
@@ -210,7 +212,7 @@ class Connection:
             if (fault := diagnose(address.hostname or "", port, encrypted=address.scheme == "https")) is not None:
                 return fault
         return errors.Unavailable(
-            f"the coordinator at {self.url} did not answer {method} {path} within {after_s:.1f} s: {error}.",
+            f"the coordinator at {self.url} did not answer {method} {path} within {within_s:.3g} s: {error}.",
             "start one with `millrace up`, or give its address with --url or MILLRACE_URL.",
         )
 
