@@ -38,7 +38,7 @@ SEGMENTS, VARLEN, FLASH4 = "millrace_segments", "millrace_varlen", "millrace_fa4
 OWN = {"segments": SEGMENTS, "varlen": VARLEN, "flash_attention_4": FLASH4}
 """The same, by their values of trainer.backend_options.attention."""
 FLASH2 = "flash_attention_2"
-"""That of transformers itself."""
+"""Transformers has an implementation of this name itself."""
 HEAD_SIZES = ("head_dim", "global_head_dim")
 """Entries of a config with the size of a head: of all layers, and of some."""
 LARGEST_HEAD = 256
@@ -72,9 +72,9 @@ def _packing(attention: str, batch: MicroBatch, device: torch.device) -> dict[st
 def varlen_fits(config: Any, compute: torch.dtype, device: torch.device) -> bool:
     """Whether torch has the varlen kernel here, and the kernel supports a model with this config (of the text part)."""
     head = _head(config, compute, device)
-    return (
-        head is not None and head <= LARGEST_HEAD and importlib.util.find_spec("torch.nn.attention.varlen") is not None
-    )
+    if head is None or head > LARGEST_HEAD:
+        return False
+    return importlib.util.find_spec("torch.nn.attention.varlen") is not None
 
 
 def flash4_fits(config: Any, compute: torch.dtype, device: torch.device) -> bool:

@@ -33,11 +33,8 @@ from services.trainer.checkpoints.model_files import CRITIC_FIELD, ModelFiles, r
 
 NAMES = {
     "auto": (attention.SEGMENTS, attention.FLASH2),
-    "varlen": (attention.VARLEN,),
-    "segments": (attention.SEGMENTS,),
-    attention.FLASH2: (attention.FLASH2,),
-    "flash_attention_4": (attention.FLASH4,),
-    "sdpa": ("sdpa",),
+    **{name: (own,) for name, own in attention.OWN.items()},
+    **{name: (name,) for name in (attention.FLASH2, "sdpa")},
 }
 """Attention implementations of which one has to be right. The trainer's host may have flash-attn if this one has
 not."""
