@@ -156,8 +156,8 @@ def _prompts(spec: JobSpec, sections: list[Section], progress: Progress, notes: 
         reason = f"its tokenizer cannot be loaded: {str(error)[:300]}"
         return [wrong_value("model.path", spec.model.path, reason, fix)]
     mistakes: list[Mistake] = []
+    most = _counted(spec)
     for section in sections:
-        most = max(spec.data.max_prompt_tokens, COUNTED)
         lengths, largest, refused = [], -1, Section(section.name, section.source, section.procedural)
         for row in progress(section.sample, f"prompts of {section.name}", len(section.sample)):
             options = spec.data.chat_template_options
@@ -200,10 +200,15 @@ def _tokenizer(spec: JobSpec) -> Any:
     return AutoTokenizer.from_pretrained(spec.model.path, trust_remote_code=spec.model.trust_remote_code)
 
 
+def _counted(spec: JobSpec) -> int:
+    """Tokens up to which those of a prompt are counted."""
+    return max(spec.data.max_prompt_tokens, COUNTED)
+
+
 def _lengths(spec: JobSpec, section: Section, lengths: list[int], notes: list[str]) -> list[Mistake]:
     most, drops = spec.data.max_prompt_tokens, spec.data.overlong_prompts == "drop"
     over = sum(length > most for length in lengths)
-    counted = max(most, COUNTED)
+    counted = _counted(spec)
     shortest, longest = (
         str(length) if length <= counted else f"more than {counted}" for length in (min(lengths), max(lengths))
     )

@@ -121,7 +121,7 @@ class JobRecord:
     """Prompts drawn from the data, over all passes."""
     rows: int = 0
     data_fingerprint: str = ""
-    """Of the content of the data when the job began; empty before, and where the spec alone says what the data is."""
+    """`PromptSource.fingerprint` of when the job began; empty before, and if the spec alone says what the data is."""
     last_step: int = 0
     """The step after which the job stops early; 0: after those of its schedule."""
     reward: float | None = None

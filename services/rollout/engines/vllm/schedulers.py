@@ -34,7 +34,7 @@ class VllmWorkers:
         self._llm: Any = None
 
     async def listen(self, host: str = "") -> str:
-        """Where the workers are to connect: see `WorkerRpc.listen`."""
+        """Returns the place that the workers connect to, see `WorkerRpc.listen`."""
         return await self._rpc.listen(host)
 
     def use(self, llm: Any) -> None:
