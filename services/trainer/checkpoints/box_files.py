@@ -5,7 +5,6 @@ it, `model.embed_tokens.weight[0:128,0:64]`, so that a file describes itself.
 """
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from millrace.errors import InvalidState
+from services.trainer.checkpoints.copying import write_through
 from services.trainer.protocol.local_tensors import NamedTensors, Offset, local_parts
 
 DTYPES = {
@@ -66,8 +66,7 @@ def assign_writers(offers: Sequence[Mapping[str, int]]) -> list[list[str]]:
 
 
 def write(path: Path, boxes: Mapping[str, Tensor]) -> None:
-    """Writes a file of these boxes, by key, and waits until it is on the disk. Copies one box at a time. Raises
-    OSError."""
+    """Writes a file of these boxes, by key, and waits until it is on the disk. Raises OSError."""
     ordered = sorted(boxes.items(), key=lambda item: -item[1].element_size())  # each aligned to its own size
     header, at = {}, 0
     for name, box in ordered:
@@ -78,10 +77,7 @@ def write(path: Path, boxes: Mapping[str, Tensor]) -> None:
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, box in ordered:
-            file.write(box.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
+        write_through(file, (box for _, box in ordered))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from millrace.errors import InvalidState, MillraceError
 from millrace.ids import JobId, Version
 from services.trainer.checkpoints import FILE, FORMAT
 from services.trainer.checkpoints.box_files import BoxReader, assign_writers, keyed_parts, write
+from services.trainer.checkpoints.copying import copied_to_host
 from services.trainer.checkpoints.huggingface import GatheredAdapter, write_folder
 from services.trainer.protocol.adapter import is_adapter
 from services.trainer.protocol.backend import Backend, models
@@ -200,7 +200,7 @@ def copy_for_saving(
             raise
     boxes = _own_boxes(backend)
     if copied:
-        boxes = {name: torch.empty(box.shape, dtype=box.dtype).copy_(box) for name, box in boxes.items()}
+        boxes = copied_to_host(boxes)
     adapter = None if backend.adapter is None else GatheredAdapter.gather(backend.adapter, model_name or model)
     return PendingCheckpoint(target, version, rank, partial, description, boxes, adapter)
 

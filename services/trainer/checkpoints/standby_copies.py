@@ -29,6 +29,7 @@ from millrace.weights.transfer.checksum import checksum
 from millrace.weights.transfer.session import PublicationSession
 from millrace.wire.address import host_address
 from services.trainer.checkpoints.box_files import DTYPES, keyed_parts
+from services.trainer.checkpoints.copying import copy_to_host
 from services.trainer.protocol.backend import Backend, models
 from services.trainer.ranks import collectives
 
@@ -111,8 +112,8 @@ class StandbyCopies:
         own = backend.manifest("float32").hash.hex()
         header = Header("", version, updates, kl_coefficient, own, described)
         with collectives.fail_together():
-            for key, box in self._boxes(header).items():
-                box.copy_(parts[key])
+            boxes = self._boxes(header)
+            copy_to_host((parts[key] for key in boxes), boxes.values())
         self._sending = []
         for each in meet:
             named, session = replace(header, copy=each.key), PublicationSession()
