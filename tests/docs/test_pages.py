@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from millrace.spec import parse
+from services.coordinator.jobs.control import CHANGEABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
@@ -81,3 +82,9 @@ def test_the_jobs_in_the_readme_are_valid() -> None:
     assert blocks
     for block in blocks:
         assert parse(yaml.safe_load(block)).name
+
+
+def test_the_page_on_running_names_each_field_that_a_continued_job_may_change() -> None:
+    rows = (ROOT / "docs/running.md").read_text().partition("| the trainer | fields |")[2].splitlines()[2:4]
+    loads_anew = {field: number == 1 for number, row in enumerate(rows) for field in re.findall(r"`([^`]+)`", row)}
+    assert loads_anew == CHANGEABLE
