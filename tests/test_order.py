@@ -46,7 +46,7 @@ ORDER = {
         publication work
         fleet observe redis_server
         diagnosis store
-        options state timeline
+        options state threads timeline
     """,
     "services.environments": """
         __main__

@@ -102,7 +102,9 @@ def _scaling(
 
 async def _until_signalled(settings: "Settings") -> None:
     from services.coordinator.process import Coordinator
+    from services.coordinator.threads import Threads
 
+    asyncio.get_running_loop().set_default_executor(Threads())
     await Coordinator(settings).run(stop_signal())
 
 
