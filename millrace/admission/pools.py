@@ -114,8 +114,11 @@ def mistakes_of(term: JudgeTerm) -> Iterator[Mistake]:
     named, text = ("prompt", judge.prompt) if judge.prompt is not None else ("prompt_file", None)
     field, value = f"{term.field}.{named}", judge.prompt if named == "prompt" else judge.prompt_file
     if text is None:
+        file_path = Path(judge.prompt_file or "")
         try:
-            with Path(judge.prompt_file or "").open("rb") as file:
+            if file_path.exists() and not file_path.is_file():
+                raise ValueError("it is not a regular file")
+            with file_path.open("rb") as file:
                 text = file.read(LARGEST_TEMPLATE + 1).decode()
             if len(text) > LARGEST_TEMPLATE:
                 raise ValueError(f"more than {LARGEST_TEMPLATE} bytes")

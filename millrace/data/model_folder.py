@@ -131,6 +131,14 @@ def _folder(path: str | Path, field: str) -> Path:
         found = "is a file" if folder.is_file() else f"there is no folder {folder.absolute()}"
         fix = "give the folder of a Hugging Face model, or the name of one on the hub, owner/name."
         raise refused(field, str(path), found, fix)
+    try:
+        odd = sorted(each.name for each in folder.iterdir() if each.exists() and not (each.is_file() or each.is_dir()))
+    except OSError as error:
+        reason = f"cannot be listed: {error.strerror}"
+        raise refused(field, str(path), reason, "give the services the right to read it.") from error
+    if odd:
+        reason = f"{odd[0]} is neither a file nor a folder, and to read it may never end"
+        raise refused(field, str(path), reason, "remove it, or write or download the file again.")
     return folder
 
 
@@ -160,6 +168,8 @@ def has_chat_template(folder: Path) -> bool:
 
 def _json(file: Path, folder: Path, field: str = FIELD) -> dict[str, Any]:
     try:
+        if file.exists() and not file.is_file():
+            raise ValueError("it is not a regular file")
         tree = json.loads(file.read_bytes())
     except FileNotFoundError as error:
         fix = "give the folder of a Hugging Face model, with config, tokenizer and weights."

@@ -375,6 +375,7 @@ def test_rows_that_by_data_source_cannot_score_are_refused_by_their_source(tmp_p
         ({"prompt": "Rate it: {{prompt}}"}, r"judge\.prompt: .*it shows no answer: write \{\{answer\}\}"),
         ({"prompt_file": "judge.txt"}, r"judge\.prompt_file: .*is not an absolute path"),
         ({"prompt_file": "/nowhere/judge.txt"}, r"judge\.prompt_file: .*cannot be read: No such file"),
+        ({"prompt_file": "/dev/null"}, r"judge\.prompt_file: .*cannot be read: it is not a regular file"),
         ({"prompt": "{{answer}}", "pattern": "("}, r'judge\.pattern: "\(": is not a regular expression'),
     ],
 )

@@ -2,13 +2,14 @@
 
 import functools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from millrace.data.model_folder import ModelFolder, check_model_folder, check_weights_folder
+from millrace.data.model_folder import ModelFolder, check_model_folder, check_weights_folder, text_config
 from millrace.data.quantization import BlockScales, block_scales, unquantized
 from millrace.errors import InvalidJob
 
@@ -24,6 +25,21 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_whole_folder_passes(folder: Path) -> None:
     assert check_model_folder(folder) == ModelFolder(folder, "Qwen3ForCausalLM", has_chat_template=True)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "adapter.bin"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_before_anyone_waits_for_it(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(InvalidJob, match=rf"model\.path: .*: {name} is neither a file nor a folder"):
+        check_model_folder(folder)
+
+
+def test_a_pipe_is_not_read_by_those_who_need_the_config_alone(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(InvalidJob, match=r"config\.json cannot be read: it is not a regular file"):
+        text_config(folder)
 
 
 def test_a_template_in_a_file_of_its_own_counts(folder: Path) -> None:
