@@ -1,15 +1,19 @@
-"""`python -m millrace`. The benchmarks need fewer packages than the other commands."""
+"""`millrace` and `python -m millrace`. The benchmarks need fewer packages than the other commands."""
 
 import sys
+
+from millrace.interrupt import importing
 
 
 def main() -> None:
     if sys.argv[1:2] == ["bench"]:
-        from millrace.bench import app
+        with importing():
+            from millrace.bench import app as benches
 
-        app(sys.argv[2:], prog_name="millrace bench")
+        benches(sys.argv[2:], prog_name="millrace bench")
     else:
-        from millrace.cli import app
+        with importing():
+            from millrace.cli import app
 
         app(prog_name="millrace")
 

@@ -33,7 +33,7 @@ ORDER = {
         telemetry
         contracts sandbox validation
         simulation
-        differences drops errors ids sequence_cost software imports towers
+        differences drops errors ids interrupt sequence_cost software imports towers
     """,
     "services.coordinator": """
         __main__ backup

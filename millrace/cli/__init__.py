@@ -10,6 +10,7 @@ import typer
 
 from millrace.cli import compare, doctor, jobs, logs, plan, show, stack, top, users, validate
 from millrace.errors import InvalidState
+from millrace.interrupt import importing
 from millrace.service_process import VersionOption
 from millrace.software import how_to_install
 from millrace.terminal.output import ErrorReporting
@@ -52,7 +53,8 @@ def demo(context: typer.Context) -> None:
     if missing := [package for package in DEMO_NEEDS if importlib.util.find_spec(package) is None]:
         what = f"the demo needs packages that are not installed here: {', '.join(missing)}."
         raise InvalidState(what, "run `make demo` in the checkout, which installs them, or `make install` once.")
-    from millrace.demo.run import app as demonstration
+    with importing():
+        from millrace.demo.run import app as demonstration
 
     demonstration(context.args, prog_name="millrace demo")
 

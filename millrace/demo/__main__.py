@@ -1,8 +1,11 @@
 import sys
 
-from millrace.demo.run import app
-from millrace.errors import MillraceError
-from millrace.terminal.output import print_error
+from millrace.interrupt import importing
+
+with importing():
+    from millrace.demo.run import app
+    from millrace.errors import MillraceError
+    from millrace.terminal.output import print_error
 
 try:
     app(prog_name="python -m millrace.demo")

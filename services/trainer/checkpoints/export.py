@@ -5,11 +5,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from millrace.interrupt import importing
 
-from millrace.errors import InvalidState, MillraceError
-from millrace.terminal.output import print_error
-from services.trainer.checkpoints import FILE
+with importing():
+    import typer
+
+    from millrace.errors import InvalidState, MillraceError
+    from millrace.terminal.output import print_error
+    from services.trainer.checkpoints import FILE
 
 
 class Format(StrEnum):
@@ -53,7 +56,8 @@ def export(
     """
     try:
         check_checkpoint(checkpoint)
-        from services.trainer.checkpoints.exported import write  # imports torch and transformers
+        with importing():
+            from services.trainer.checkpoints.exported import write  # imports torch and transformers
 
         count = write(checkpoint, folder, model, dtype, trust_remote_code, weights, format.value)
     except MillraceError as error:
