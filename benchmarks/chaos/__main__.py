@@ -33,14 +33,16 @@ def chaos(
     patience_s: Annotated[float, typer.Option(help="Longest time until the next step.", min=1.0)] = 180.0,
     state: Annotated[Path, typer.Option(help="Folder for logs, Redis, jobs and checkpoints.")] = Path("state/chaos"),
     carried: Annotated[int, typer.Option(help="Prompts that each job carries from step to step.", min=0)] = 0,
+    publishing: Annotated[bool, typer.Option(help="Strike within publications only.")] = False,
     at_once: Annotated[int, typer.Option(help="Stacks side by side; a stack keeps two cores busy.", min=1)] = 1,
 ) -> None:
     """Prints a line for each fault and the seconds of each kind."""
-    shape = Shape(faults, engine, replicas, ranks, patience_s, _targets(only), carried)
+    shape = Shape(faults, engine, replicas, ranks, patience_s, _targets(only), carried, publishing)
     folder = state.resolve() / time.strftime("%Y%m%d-%H%M%S")
     options = [f"--faults {faults} --engine {engine} --replicas {replicas} --ranks {ranks}"]
     options += [f"--only {only}"] if only else []
     options += [f"--carried {carried}"] if carried else []
+    options += ["--publishing"] if publishing else []
     struck: list[Struck] = []
     failed: list[int] = []
     for outcome in _outcomes(range(first, first + seeds), folder, shape, at_once):

@@ -83,14 +83,23 @@ class Observer:
         except (RedisError, OSError):
             return None
 
+    def publishes(self, job_id: JobId) -> bool:
+        """Whether the newest step is trained and its publication has not ended. False while Redis does not answer."""
+        step = self.step(job_id)
+        row = self._row(job_id, step) if step else None
+        return row is not None and "timing_s/update_weights" not in row["values"]
+
     def step_began_s(self, job_id: JobId, step: int) -> float | None:
         """Unix time at which a step that is trained was sent to the trainer; None while Redis does not answer."""
+        return float(row["time_s"] - row["values"]["timing_s/train"]) if (row := self._row(job_id, step)) else None
+
+    def _row(self, job_id: JobId, step: int) -> dict[str, Any] | None:
+        """The metrics of a step that is trained; None while Redis does not answer."""
         try:
             row = self._redis.hget(f"{key(job_id)}:metrics", str(step))
         except (RedisError, OSError):
             return None
-        tree = json.loads(row) if row else None
-        return float(tree["time_s"] - tree["values"]["timing_s/train"]) if tree else None
+        return dict(json.loads(row)) if row else None
 
     def observe(self, job_id: JobId) -> Observation | None:
         """None while Redis does not answer."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.chaos.faults import Act, Fault, Target, draw, staleness
+from benchmarks.chaos.faults import LATEST_S, Act, Fault, Target, draw, staleness
 from benchmarks.chaos.files import checkpoint_is_whole, nothing_forbidden
 from benchmarks.chaos.invariants import ALWAYS, ENDED, QUIET, Terms, violations
 from benchmarks.chaos.job import job
@@ -30,6 +30,9 @@ from millrace.rest import JobState
 from tests.ports import held_port
 
 LOOK_S = 0.1
+PUBLICATION_LOOK_S = 0.001
+PUBLICATION_S = 0.04
+"""About how long a publication of the job lasts."""
 MARK = "MILLRACE_CHAOS"
 """Environment variable by which every process of a trial is found, also one that nobody waits for any more."""
 NUMBERS = {Act.KILL: signal.SIGKILL, Act.TERM: signal.SIGTERM, Act.STOP: signal.SIGSTOP}
@@ -49,6 +52,8 @@ class Shape:
     """The kinds of processes to strike, of those that there are."""
     carried: int = 0
     """`schedule.carried_prompts` of the jobs. Above 0, jobs are never strictly on-policy."""
+    publishing: bool = False
+    """Strike within a publication, instead of at any time."""
 
     @property
     def targets(self) -> list[Target]:
@@ -180,8 +185,7 @@ class _Trial:
 
     def _strike(self, fault: Fault) -> Struck:
         """One fault: from the wait before it until a new step is completed and nothing is stopped any more."""
-        time.sleep(fault.after_s)
-        victim = self._victim(fault)
+        victim = self._victim_in_time(fault)
         struck = Struck(fault, time.monotonic() - self._began, victim.pid)
         self._outcome.struck.append(struck)
         if fault.target in MAY_COST_A_GROUP:
@@ -195,6 +199,20 @@ class _Trial:
         milestones = self._watch.observer.milestones(self._watch.job_id, struck_s)
         struck.milestones = {k: s for k, s in milestones.items() if s <= (struck.recovery_s or math.inf)}
         return struck
+
+    def _victim_in_time(self, fault: Fault) -> psutil.Process:
+        """The process to strike, at the instant at which to do so."""
+        if not self._shape.publishing:
+            time.sleep(fault.after_s)
+            return self._victim(fault)
+        victim = self._victim(fault)  # before the publication, which is shorter than the search
+        deadline = time.monotonic() + self._shape.patience_s
+        while not self._watch.observer.publishes(self._watch.job_id):
+            if time.monotonic() > deadline:
+                raise MillraceError(f"no publication began within {self._shape.patience_s:g} s.")
+            time.sleep(PUBLICATION_LOOK_S)
+        time.sleep(fault.after_s / LATEST_S * PUBLICATION_S)
+        return victim
 
     def _victim(self, fault: Fault) -> psutil.Process:
         """Waits for one where the last fault took all of them."""
