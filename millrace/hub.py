@@ -6,6 +6,7 @@ service reads the same files. Each host downloads them once, into the cache of `
 service says which hub is asked and with which token: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE.
 """
 
+import errno
 import os
 import re
 import time
@@ -41,6 +42,9 @@ NAME = re.compile(
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MODEL_FIX = "write owner/name, owner/name@revision, or the absolute path of a folder."
 FILE_FIX = "write hf://datasets/owner/name/file, hf://datasets/owner/name@revision/file, or an absolute path."
+CACHE_FIX = "free disk space there, or start the services with HF_HOME in another folder that they may write."
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+"""Errors of a disk; those of a network are others."""
 
 
 @dataclass(frozen=True)
@@ -330,6 +334,11 @@ def _as_millrace_error(error: Exception, name: HubName, field: str) -> MillraceE
         return refused(field, str(name), "the data set has no such file", "look at the hub's page of its files.")
     if isinstance(error, errors.HFValidationError):
         return refused(field, str(name), "is not a valid name on the hub", MODEL_FIX if what == "model" else FILE_FIX)
+    if isinstance(error, OSError) and error.errno in DISK:
+        from huggingface_hub import constants
+
+        reason = f"it could not be written to the cache of this host, {constants.HF_HUB_CACHE}: {error.strerror}"
+        return Unavailable(f"{field}: {name}: {reason}.", CACHE_FIX)
     reason = "the hub cannot be reached from this host (HF_ENDPOINT, HF_HUB_OFFLINE), and its cache does not have it"
     fix = f"let this host reach it, or fill its cache: hf download {name.repository}. A folder needs its absolute path."
     return Unavailable(f"{field}: {name}: {reason}.", fix)

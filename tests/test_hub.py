@@ -15,6 +15,7 @@ from millrace.errors import InvalidJob
 from millrace.hub import HubName
 from tests.hub_server import COMMIT, LATER, Hub, Repository, serving
 from tests.models import save_tiny_model
+from tests.small_disk import small_disk
 
 ROW = {"data_source": "sums", "prompt": "1 + 1 =", "reward_model": {"style": "exact", "ground_truth": "2"}}
 DATA = "hf://datasets/someone/sums/part/train.jsonl"
@@ -178,6 +179,21 @@ NAMES = [
     ("~/Qwen3", None),
     ("Qwen3", None),
 ]
+
+
+def test_a_full_cache_is_named_and_room_again_lets_it_go_on(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
+    load = "hub.local(spec, weights=True, data=True).model_dump(mode='json')"
+    home = tmp_path / "small"
+    with small_disk(home, 1):
+        taken = home / "taken"
+        taken.write_bytes(bytes((1 << 20) - len(files["model.safetensors"]) // 2))
+        full = asked(load, hub, home, {"model": PINNED["model"]})
+        cache = f"cache of this host, {home}/hub: No space left on device"
+        assert full["what"] == f"model.path: {PINNED['model']}: it could not be written to the {cache}."
+        assert full["type"] == "Unavailable" and "HF_HOME" in full["fix"]
+        taken.unlink()
+        there = asked(load, hub, home, {"model": PINNED["model"]})
+        assert (Path(there["model"]["path"]) / "model.safetensors").read_bytes() == files["model.safetensors"]
 
 
 @pytest.mark.parametrize(("text", "name"), NAMES)
