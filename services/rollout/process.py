@@ -133,6 +133,7 @@ async def _serve(
     http = SessionServer(replica.sessions, reached.bind, reached.sessions_port, reached.host)
     process = MemberProcess(replica, reached, coordinator, services, replica.metrics, http)
     replica.leases.on_forgotten, replica.leases.on_death = process.membership.forgotten, replica.died_of
+    replica.leases.on_job_lost = replica.lose_job
     stops, ending = signals(), Ending.DIED
     await process.start()
     watching = None if nodes is None else asyncio.create_task(nodes.watch())

@@ -13,8 +13,7 @@ import structlog
 
 from millrace import hub
 from millrace.contracts.v1 import fleet_pb2, rollout_pb2, weights_pb2
-from millrace.engines import ENGINES
-from millrace.errors import InvalidState, PublicationFailed, refused
+from millrace.errors import InvalidState, PublicationFailed
 from millrace.ids import JobId, MemberId, Version
 from millrace.spec import JobSpec, received
 from millrace.telemetry.metrics.prometheus import replica as names
@@ -27,7 +26,7 @@ from millrace.weights.plans.manifest import Manifest
 from millrace.wire.enums import missing_messages
 from services.rollout.engine import Engine, EngineDied, EngineStats, Load
 from services.rollout.engines import create, import_errors, import_transformers
-from services.rollout.engines.options import differing_needs, engine_needs
+from services.rollout.engines.options import check_images, differing_needs, engine_needs
 from services.rollout.environments.runner import EnvironmentEpisodes
 from services.rollout.judges.client import JudgeClient
 from services.rollout.judges.scorer import JudgeScorer
@@ -36,6 +35,7 @@ from services.rollout.nodes.leader import Leader
 from services.rollout.sessions.episodes import AgentEpisodes, check_allowed
 from services.rollout.sessions.hosted import HostedEpisodes
 from services.rollout.sessions.open_sessions import OpenSessions, SessionMetrics
+from services.rollout.user_process.pool import NoProcessLeft
 from services.rollout.weights.receiver import PublicationReceiver
 from services.rollout.work.groups import GroupGenerator
 from services.rollout.work.job import Job
@@ -89,6 +89,7 @@ class Replica(FleetMember):
         """What the engine was started for: see `engine_needs`."""
         self._origin = EngineOrigin()
         self._turn = asyncio.Lock()
+        self._leaving: asyncio.Task[None] | None = None
 
     async def configure(self, job_id: JobId, spec_json: str) -> rollout_pb2.ConfigureRolloutResponse:
         """Makes the engine ready for a job. For the job that is configured already it answers at once, and the version
@@ -165,6 +166,21 @@ class Replica(FleetMember):
         if self.job is not None:
             job, self.job = self.job, None
             await job.close()
+
+    def lose_job(self, error: NoProcessLeft) -> None:
+        """Leaves the job, as no process with its user's code is left. The coordinator hears that no version is in place
+        and configures the replica again, which starts the processes or says why not."""
+        self.leases.serve(None)
+        if self._leaving is None or self._leaving.done():
+            self._leaving = asyncio.create_task(self._leave_lost_job(error))
+
+    async def _leave_lost_job(self, error: NoProcessLeft) -> None:
+        lost = self.job
+        async with self._turn:
+            if self.job is lost and lost is not None:
+                log.error("the job is left", job=lost.id, reason=str(error))
+                self.state, self.failure = rollout_pb2.ENGINE_STATE_FAILED, str(error)
+                await self._leave_job("no process with the user's code is left")
 
     async def _stop_engine(self) -> None:
         if self.engine is not None:
@@ -325,14 +341,6 @@ class Replica(FleetMember):
                 await self._stop_engine()
         except TimeoutError:
             log.warning("the engine did not stop in time and is killed", seconds=CLOSE_S)
-
-
-def check_images(spec: JobSpec, engine: str) -> None:
-    """Raises InvalidJob if prompts may have images, and the replica's engine does not take them."""
-    if spec.data.images is not None and not ENGINES[engine].takes_images:
-        able = " or ".join(name for name, descriptor in ENGINES.items() if descriptor.takes_images)
-        reason = f"the engine of this replica is {engine}, which takes no images here"
-        raise refused("data.images", "given", reason, f"start replicas with {able}, or leave data.images out.")
 
 
 class ReplicaMetrics(MemberMetrics):

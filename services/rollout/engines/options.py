@@ -24,6 +24,14 @@ READ_BY_ENGINES = (".json", ".model", ".txt", ".tiktoken", ".py")
 """Endings of a model folder's files that an engine reads beside the weights: config, tokenizer, code."""
 
 
+def check_images(spec: JobSpec, engine: str) -> None:
+    """Raises InvalidJob if prompts may have images, and the replica's engine does not take them."""
+    if spec.data.images is not None and not ENGINES[engine].takes_images:
+        able = " or ".join(name for name, descriptor in ENGINES.items() if descriptor.takes_images)
+        reason = f"the engine of this replica is {engine}, which takes no images here"
+        raise refused("data.images", "given", reason, f"start replicas with {able}, or leave data.images out.")
+
+
 def engine_needs(spec: JobSpec, engine: str) -> dict[str, Any]:
     """All that a running `engine` depends on, by the field of the job: it serves every job for which this is the same.
     The files of the model folder count by content, wherever the folder is. Its weights do not count, since publications

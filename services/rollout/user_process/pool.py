@@ -15,6 +15,10 @@ START_ATTEMPTS = 3
 START_TIMEOUT_S = 120.0
 
 
+class NoProcessLeft(Unavailable):
+    """No process has the user's code loaded any more, and none can be started."""
+
+
 class ProcessPool:
     """`size` processes that each have loaded what `setup` names. Use it between `start` and `close`."""
 
@@ -114,7 +118,7 @@ class ProcessPool:
         except (InvalidJob, Unavailable) as error:
             log.error("a scoring process is lost", reason=str(error), left=len(self._alive))
             if not self._alive and self._starting == {asyncio.current_task()}:
-                self._give_up(Unavailable(f"no scoring process is left: {error.what}", error.fix))
+                self._give_up(NoProcessLeft(f"no scoring process is left: {error.what}", error.fix))
         finally:
             self._starting.discard(asyncio.current_task())
 

@@ -25,6 +25,7 @@ from millrace.wire.server import LARGEST_GROUP_BYTES
 from services.rollout.engine import Completion, Engine, EngineDied
 from services.rollout.episode.admission import Admission
 from services.rollout.episode.slots import Slots
+from services.rollout.user_process.pool import NoProcessLeft
 from services.rollout.work.groups import GroupGenerator, prefixes, reported, unreported
 
 DECREASE = 0.8
@@ -105,6 +106,8 @@ class Leases:
         """Called when the coordinator does not know this member."""
         self.on_death: Callable[[EngineDied], None] = lambda _: None
         """Called when the engine has died."""
+        self.on_job_lost: Callable[[NoProcessLeft], None] = lambda _: None
+        """Called when nothing can be scored, or no episode played, for the job any more."""
         self.coordinator = coordinator
         self._member_id = member_id
         self._held: dict[Key, HeldLease] = {}
@@ -260,6 +263,8 @@ class Leases:
                 self.on_death(error)
                 return
             except MillraceError as error:
+                if isinstance(error, NoProcessLeft):
+                    self.on_job_lost(error)
                 log.warning("lease returned", prompt=lease.prompt_id, reason=str(error))
                 await self._return([_unreported(lease, slots)])
                 return

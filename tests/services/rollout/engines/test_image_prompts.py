@@ -14,8 +14,8 @@ from millrace.errors import BadRow, InvalidJob
 from millrace.weights.loader.stored import pieces, stored_tensors
 from millrace.weights.plans.manifest import Content
 from services.rollout.engine import Completion, Response, Sampling, ShownImages
+from services.rollout.engines.options import check_images
 from services.rollout.engines.vllm import options as vllm_options
-from services.rollout.replica import check_images
 from tests.adapters import published, with_adapter
 from tests.image_models import (
     END,
