@@ -84,6 +84,8 @@ class VllmEngine(VersionedEngine):
         self._paused = self._stands = False
         """Whether a pause was ordered, and whether every scheduler said that it stands still."""
         self._marks: VersionMarks | None = None
+        self._states: dict[str, Any] = {}
+        """What vLLM knows of each request that runs, as far as somebody has looked."""
         self._end_of_turn: list[int] = []
         self._replayed: list[int] | None = None
         """Layers whose experts are reported; None if the job does not ask for them."""
@@ -204,7 +206,7 @@ class VllmEngine(VersionedEngine):
             final, spans = await self._last_output(request_id, asking, search)
             if self._marks is not None:
                 self._marks.ended(request_id)
-            completion = await self._sample(request_id, final, search.stopped, spans, sampling, prefix)
+            completion = await self._sample(request_id, final, search.stopped, spans, sampling, response)
             if key == self._cache_key:
                 self._places.computed(rank, [*prompt_tokens, *completion.tokens.tolist()])
             cached = CachedPrefix.reported(final.num_cached_tokens, self._cache_block, key)
@@ -213,6 +215,7 @@ class VllmEngine(VersionedEngine):
             raise EngineDied(f"vLLM's engine process ended: {error}") from error
         finally:
             self._running.discard(request_id)
+            self._states.pop(request_id, None)
             if self._places.end(rank):
                 self._stats.rests(rank)
             if self._marks is not None:
@@ -250,15 +253,20 @@ class VllmEngine(VersionedEngine):
         return final, spans
 
     async def _sample(
-        self, request_id: str, final: Any, stopped: int | None, spans: Spans, sampling: Sampling, prefix: Partial
+        self, request_id: str, final: Any, stopped: int | None, spans: Spans, sampling: Sampling, response: Response
     ) -> Completion:
         """`stopped`: number of its tokens, which have the versions `spans`, that a stop string ends after which vLLM
-        did not look for."""
+        did not look for. From here on the response has the tokens from its last output: vLLM has forgotten them."""
         if stopped is None and not is_whole(final):
             reason = "nothing" if final is None else final.outputs[0].finish_reason
             raise InvalidState(f"vLLM ended sample {request_id} with {reason}.", "the prompt is issued again.")
-        output = final.outputs[0]
+        output, prefix = final.outputs[0], response.prefix
         tokens = np.asarray(output.token_ids, dtype=np.int32)[:stopped]
+        logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)[: len(tokens)]
+        sampled = Partial(
+            tokens, logprobs, spans or self._spans(request_id, output, len(tokens)), self._experts(output)
+        )
+        response.follow(sampled.after)
         ended = stop_reason(output) if stopped is None else StopReason.STOP_STRING
         text = output.text
         if len(prefix) or ended is not StopReason.STOP_STRING:
@@ -266,20 +274,26 @@ class VllmEngine(VersionedEngine):
             text = await asyncio.to_thread(self._endings.text, whole, sampling, ended)
         return Completion(
             tokens=tokens,
-            logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32)[: len(tokens)],
-            versions=spans or self._spans(request_id, output, len(tokens)),
+            logprobs=logprobs,
+            versions=sampled.versions,
             stop_reason=ended,
             text=text,
-            experts=self._experts(output),
+            experts=sampled.experts,
         ).continuing(prefix)
 
-    def _so_far(self, request_id: str, after: int) -> Partial:
-        """What a request in flight has sampled, without its first `after` tokens."""
+    def _state(self, request_id: str) -> Any:
+        """What vLLM knows of a request; None before it begins. vLLM forgets it at the end, before the last output is
+        here, so it is kept from the first look on."""
         processor = self._llm.output_processor
-        found = [processor.request_states.get(name) for name in processor.external_req_ids.get(request_id, ())]
-        if not found or found[0] is None:
+        for name in processor.external_req_ids.get(request_id, ()):
+            if (state := processor.request_states.get(name)) is not None:
+                self._states[request_id] = state
+        return self._states.get(request_id)
+
+    def _so_far(self, request_id: str, after: int) -> Partial:
+        """What a request has sampled, without its first `after` tokens."""
+        if (state := self._state(request_id)) is None:
             return NO_TOKENS
-        state = found[0]
         logprobs = state.logprobs_processor.logprobs.logprobs
         end = min(state.detokenizer.num_output_tokens(), len(logprobs))
         if end <= after:

@@ -2,7 +2,6 @@
 adapter published apart from them: samples, log-probabilities, versions, weights."""
 
 import asyncio
-import operator
 import os
 import signal
 import time
@@ -396,6 +395,22 @@ def test_a_prefix_that_is_a_whole_answer_is_the_answer(case: Case, run: Run) -> 
     assert (again.text, again.stop_reason, again.versions) == (ended.text, ended.stop_reason, ended.versions)
 
 
+@of_requests
+def test_no_token_of_a_response_is_forgotten_while_it_ends(case: Case, run: Run) -> None:
+    """It is looked at in every round of the event loop, from its first token until its completion is made."""
+
+    async def followed() -> None:
+        response, lengths = Response(), list[int]()
+        asked = asyncio.create_task(case.engine.generate(PROMPT, Sampling(40, temperature=2.0), response))
+        while not asked.done():
+            await asyncio.sleep(0)
+            lengths.append(len(response.after(0)))
+        assert lengths == sorted(lengths) and lengths[-1] == len((await asked).tokens)
+
+    for _ in range(5):
+        run(followed())
+
+
 def test_an_answer_is_followed_and_continued_under_other_weights(case: Case, run: Run) -> None:
     before, first = case.model, case.version
     parts = []
@@ -404,15 +419,12 @@ def test_an_answer_is_followed_and_continued_under_other_weights(case: Case, run
         sampling = Sampling(200, temperature=2.0)
         responses = [Response() for _ in range(8)]
         asked = [asyncio.create_task(case.engine.generate(LONG_PROMPT, sampling, one)) for one in responses]
-        known = [0] * len(responses)
         for least in (3, 12):
             found = [one.after(0) for one in responses]
-            # vLLM forgets a response at its end, before its completion is made: for a moment it has no tokens.
-            while max(map(len, found)) < least or any(map(operator.lt, map(len, found), known)):
+            while max(map(len, found)) < least:
                 await asyncio.sleep(0.001)
                 found = [one.after(0) for one in responses]
             parts.append(found)
-            known = [len(part) for part in found]
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
