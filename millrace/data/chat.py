@@ -14,12 +14,16 @@ from millrace.errors import BadRow
 Overlong = Literal["drop", "truncate_left", "truncate_right", "truncate_middle"]
 
 
+OF_THE_BEGINNING = ("drop", "truncate_right")
+"""For these the beginning of a prompt says enough if it is too long alone."""
+
+
 class Tokenizer(Protocol):
     """The two methods of a Hugging Face tokenizer that are used."""
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Rendered:
     dropped: Drop | None = None
     """Why the prompt is dropped; None if it is not."""
     cut: int = 0
-    """Number of tokens that were cut off."""
+    """Number of tokens that were cut off; of a huge prompt cut at the end, of those that were looked at."""
     images: tuple[Any, ...] = ()
     """The images of the prompt, opened."""
     short_ids: tuple[int, ...] = ()
@@ -54,10 +58,14 @@ def render(
     rows that have some: such a prompt has as many tokens for each as the model sees of it, and is never cut. Raises
     BadRow if the tokenizer or its template refuses the row, or an image cannot be used.
     """
-    most = max_tokens if overlong == "drop" else None
+    whole = pictures is not None and bool(row.images)  # images are found by their tokens, and such a prompt is not cut
+    most = max_tokens if overlong in OF_THE_BEGINNING and not whole else None
     token_ids = _tokens(row, tokenizer, chat_template_options or {}, most)
-    if isinstance(token_ids, Drop):
-        return Rendered([], dropped=token_ids)
+    if isinstance(token_ids, _Beginning):
+        if overlong == "drop":
+            reason = f"more than {max_tokens} tokens: {token_ids.characters} characters"
+            return Rendered([], dropped=Drop(DropReason.PROMPT_TOO_LONG, reason))
+        token_ids = token_ids.token_ids
     if not token_ids:
         raise BadRow(f"row {row.index} of {row.data_source} has an empty prompt.", "fix the prompt or the template.")
     if pictures is None:
@@ -83,16 +91,27 @@ def fit(token_ids: list[int], max_tokens: int, overlong: Overlong) -> Rendered:
     return Rendered(token_ids[:head] + token_ids[head + cut :], cut=cut)
 
 
-def _tokens(row: PromptRow, tokenizer: Tokenizer, options: Mapping[str, Any], most: int | None) -> list[int] | Drop:
-    """The row's tokens. A prompt that certainly has more than `most` is dropped without the rest of its text."""
+@dataclass(frozen=True)
+class _Beginning:
+    """The tokens of a beginning of a text that certainly has more than a bound."""
+
+    token_ids: list[int]
+    characters: int
+    """Of the whole text."""
+
+
+def _tokens(
+    row: PromptRow, tokenizer: Tokenizer, options: Mapping[str, Any], most: int | None
+) -> list[int] | _Beginning:
+    """The row's tokens. Of a prompt that certainly has more than `most` only a beginning with more than `most`."""
     arguments = {"add_generation_prompt": True, **options}
     try:
         if most is not None and _characters(row.prompt) > _first_part(most):
-            text = row.prompt
-            if not isinstance(text, str):
+            text, special = row.prompt, isinstance(row.prompt, str)
+            if not special:
                 text = tokenizer.apply_chat_template(text, **arguments, tokenize=False)
-            if isinstance(text, str) and _certainly_longer(text, tokenizer, most):
-                return Drop(DropReason.PROMPT_TOO_LONG, f"more than {most} tokens: {len(text)} characters")
+            if isinstance(text, str) and (beginning := _long_beginning(text, tokenizer, most, special)) is not None:
+                return _Beginning(beginning, len(text))
         if isinstance(row.prompt, str):
             return list(tokenizer.encode(row.prompt))
         return list(tokenizer.apply_chat_template(row.prompt, **arguments, tokenize=True, return_dict=False))
@@ -117,12 +136,13 @@ def _characters(prompt: Any) -> int:
     return sum(map(_characters, prompt)) if isinstance(prompt, Sequence) else 0
 
 
-def _certainly_longer(text: str, tokenizer: Tokenizer, most: int) -> bool:
-    """Whether a beginning of the text has more than twice `most` tokens. Where it is cut, some tokens are not those of
-    the whole text, but far fewer than `most`. A tokenizer takes minutes for tens of megabytes."""
+def _long_beginning(text: str, tokenizer: Tokenizer, most: int, special: bool) -> list[int] | None:
+    """The tokens of a beginning of the text that has more than twice `most`; None if there is none. Where it is cut,
+    some tokens are not those of the whole text, but far fewer than `most`. A tokenizer takes minutes for tens of
+    megabytes. `special`: with the tokens that the tokenizer adds to a plain text."""
     part = _first_part(most)
     while 2 * part < len(text):
-        if len(tokenizer.encode(text[:part])) > 2 * most:
-            return True
+        if len(tokens := tokenizer.encode(text[:part], add_special_tokens=special)) > 2 * most:
+            return tokens
         part *= 2
-    return False
+    return None

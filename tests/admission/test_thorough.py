@@ -114,9 +114,9 @@ def test_of_huge_prompts_only_the_beginning_is_counted(
     tokenizer = thorough._tokenizer(spec)
     encode = tokenizer.encode
 
-    def counting(text: str) -> list[int]:
+    def counting(text: str, **options: bool) -> list[int]:
         encoded.append(len(text))
-        return list(encode(text))
+        return list(encode(text, **options))
 
     monkeypatch.setattr(tokenizer, "encode", counting)
     monkeypatch.setattr(thorough, "_tokenizer", lambda _: tokenizer)

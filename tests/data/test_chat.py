@@ -1,12 +1,13 @@
 """From rows to tokens, with a real tokenizer made on the spot."""
 
+import random
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from millrace.data import PromptRow
@@ -103,7 +104,7 @@ class Counting:
     def __init__(self, width: int) -> None:
         self.width, self.encoded = width, 0
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.encoded += len(text)
         return [0] * (len(text) // self.width)
 
@@ -119,3 +120,44 @@ def test_of_a_huge_prompt_only_the_beginning_is_encoded(prompt: Any) -> None:
     assert rendered.dropped == Drop(DropReason.PROMPT_TOO_LONG, "more than 1000 tokens: 20000000 characters")
     assert tokenizer.encoded < 50_000
     assert len(render(row(prompt), Counting(20_000), max_tokens=1000).token_ids) == 1000
+
+
+@pytest.mark.parametrize("prompt", ["x" * 20_000_000, [{"role": "user", "content": "x" * 20_000_000}]])
+def test_of_a_huge_prompt_that_is_cut_at_the_end_only_the_beginning_is_encoded(prompt: Any) -> None:
+    tokenizer = Counting(4)
+    assert len(render(row(prompt), tokenizer, max_tokens=1000, overlong="truncate_right").token_ids) == 1000
+    assert tokenizer.encoded < 50_000
+
+
+@pytest.fixture(scope="module")
+def merging() -> PreTrainedTokenizerFast:
+    """A tokenizer with merges, and with a token before every text that is no chat."""
+    raw = RawTokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<s>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
+    raw.train_from_iterator([WORDS[:20_000]], trainer)
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="<|im_end|>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+WORDS = " ".join(
+    random.Random(3).choices(["reward", "rewards", "prompt", "tokens", "über", "12345", "a", "an"], k=40_000)
+)
+
+
+@pytest.mark.parametrize("prompt", [WORDS, [{"role": "user", "content": WORDS}]])
+@pytest.mark.parametrize("most", [1, 7, 100, 1000])
+def test_a_huge_prompt_that_is_cut_at_the_end_has_the_tokens_of_the_whole(
+    prompt: Any, most: int, merging: PreTrainedTokenizerFast
+) -> None:
+    whole = merging.encode(prompt) if isinstance(prompt, str) else None
+    if whole is None:
+        whole = merging.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert render(row(prompt), merging, max_tokens=most, overlong="truncate_right").token_ids == whole[:most]
