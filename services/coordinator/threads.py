@@ -15,6 +15,8 @@ AT_A_TIME = 6
 """Calls that run side by side. More would take the interpreter from the event loop where they compute."""
 SLOW_S = 2.0
 """A call that runs for longer waits for a disk or a network, and does not count any more."""
+MOST = 256
+"""Calls that run, those that do not count too. With as many no other one begins."""
 
 Given = ParamSpec("Given")
 Answer = TypeVar("Answer")
@@ -54,7 +56,9 @@ class Threads(ThreadPoolExecutor):
                 self._changed.notify()
 
     def _full_s(self) -> float:
-        """Seconds until fewer calls count, if none ends before; 0 if there is room now."""
+        """Seconds until it is worth to look again, if no call ends before; 0 if there is room now."""
+        if len(self._begun) >= MOST:
+            return SLOW_S
         now = time.monotonic()
         counted = sorted(began for began in self._begun.values() if now - began < SLOW_S)
         return counted[-AT_A_TIME] + SLOW_S - now if len(counted) >= AT_A_TIME else 0.0

@@ -3,13 +3,13 @@
 import asyncio
 import os
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from services.coordinator import threads
 from services.coordinator.threads import AT_A_TIME, Threads
 
 
@@ -39,14 +39,15 @@ def test_calls_that_hang_hold_up_neither_others_nor_the_end(tmp_path: Path) -> N
 
 def test_calls_that_compute_run_a_few_at_a_time_and_each_is_answered() -> None:
     running, most = 0, 0
-    changing = threading.Lock()
+    changing, two = threading.Lock(), threading.Barrier(2, timeout=60)
 
     def compute(number: int) -> int:
         nonlocal running, most
         with changing:
             running += 1
             most = max(most, running)
-        time.sleep(0.001)
+        if number < 2:
+            two.wait()
         with changing:
             running -= 1
         return number
@@ -56,6 +57,22 @@ def test_calls_that_compute_run_a_few_at_a_time_and_each_is_answered() -> None:
 
     assert run(main, Threads()) == list(range(100))
     assert 1 < most <= AT_A_TIME
+
+
+def test_there_is_a_bound_for_calls_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "MOST", 2)
+    monkeypatch.setattr(threads, "SLOW_S", 0.001)
+    opened = threading.Event()
+
+    async def main() -> str:
+        hanging = [asyncio.create_task(asyncio.to_thread(opened.wait)) for _ in range(2)]
+        later = asyncio.create_task(asyncio.to_thread(str, "answered"))
+        done, _ = await asyncio.wait([*hanging, later], timeout=0.2)
+        assert not done
+        opened.set()
+        return await later
+
+    assert run(main, Threads()) == "answered"
 
 
 def test_the_caller_gets_what_a_call_raises() -> None:
