@@ -126,7 +126,7 @@ class Connection:
                     headers={"Authorization": f"Bearer {secret}"} if secret else {},
                     timeout=self._timeout_s,
                     trust_env=may_take_proxy(url),
-                    verify=verifying(),
+                    verify=verifying(url),
                 )
             except (ValueError, httpx.InvalidURL) as error:
                 fix = f"give an address like {DEFAULT_URL} with --url or MILLRACE_URL; of several, with commas."

@@ -8,19 +8,15 @@ import asyncio
 import base64
 import binascii
 import contextlib
-import functools
 import hashlib
 import hmac
 import json
 import math
-import os
-import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import urlunsplit
 
-import certifi
 import httpx
 import structlog
 import tenacity
@@ -33,6 +29,7 @@ from millrace.rest.webhooks import WebhookJob, WebhookKind, WebhookMessage, Webh
 from millrace.spec.schedule import Webhook
 from millrace.validation.secrets import secret, secret_of_job
 from millrace.validation.urls import check_of_job, parsed, resolved
+from millrace.wire.tls import trusted_by_host
 from services.coordinator.jobs.placing import JobViews
 from services.coordinator.stages.run import Shared
 from services.coordinator.state.job import ENDED, JobRecord
@@ -280,7 +277,7 @@ async def _send(hook: Hook, message: WebhookMessage) -> None:
         # Proxies of the environment are for the coordinator's own webhook: a proxy looks up names by itself.
         async with (
             asyncio.timeout(ATTEMPT_S),
-            httpx.AsyncClient(verify=_trusted(), trust_env=not hook.of_job) as client,
+            httpx.AsyncClient(verify=trusted_by_host(url), trust_env=not hook.of_job) as client,
             client.stream("POST", url, content=body, headers=headers, extensions=extensions) as answer,
         ):
             status = answer.status_code
@@ -294,11 +291,6 @@ async def _send(hook: Hook, message: WebhookMessage) -> None:
     if status >= 300:
         what = f"the receiver refused it with status {status}."
         raise Unavailable(what, "correct the URL or the secret; redirects are not followed.")
-
-
-@functools.cache
-def _trusted() -> ssl.SSLContext:
-    return ssl.create_default_context(cafile=os.environ.get("SSL_CERT_FILE") or certifi.where())
 
 
 def _of(job: JobRecord) -> Iterator[Hook]:

@@ -6,6 +6,6 @@ With these every server and every client of the process speaks TLS, on the loopb
 """
 
 from millrace.wire.tls.files import Use
-from millrace.wire.tls.own import Identity, identity, scheme, server_context, verifying
+from millrace.wire.tls.own import Identity, identity, scheme, server_context, trusted_by_host, verifying
 
-__all__ = ["Identity", "Use", "identity", "scheme", "server_context", "verifying"]
+__all__ = ["Identity", "Use", "identity", "scheme", "server_context", "trusted_by_host", "verifying"]

@@ -25,7 +25,7 @@ from millrace.spec.pool import Judge, JudgeTerm
 from millrace.validation.secrets import secret_of_job
 from millrace.wire.channel import token
 from millrace.wire.reach import may_take_proxy
-from millrace.wire.tls import scheme, verifying
+from millrace.wire.tls import scheme, trusted_by_host, verifying
 from services.rollout.pools.client import PoolClient, PoolMembers
 
 FAILED_S = 10.0
@@ -41,8 +41,8 @@ class JudgePlace(Protocol):
     """The key that comes with them; empty: none."""
     may_take_proxy: bool
     """Whether they go through a proxy that the environment names."""
-    verify: ssl.SSLContext | bool
-    """How the certificate of a place with https is checked; True: by the authorities that this host trusts."""
+    verify: ssl.SSLContext
+    """How the certificate of a place with https is checked."""
 
     def taken(self) -> AbstractAsyncContextManager[str]:
         """The base URL for one request, for as long as that lasts. Waits while nobody could answer."""
@@ -61,7 +61,7 @@ class JudgeUrl:
         key = judge.api_key
         self.key = secret_of_job(key, f"{field}.api_key").get_secret_value() if key is not None else ""
         self.may_take_proxy = may_take_proxy(self._url)
-        self.verify: ssl.SSLContext | bool = True
+        self.verify = trusted_by_host(self._url)
 
     def taken(self) -> AbstractAsyncContextManager[str]:
         return nullcontext(self._url)
@@ -80,7 +80,7 @@ class JudgePool:
         self.model = members.pool
         self.key = token()
         self.may_take_proxy = False
-        self.verify = verifying()
+        self.verify = verifying(f"{scheme()}://")
 
     @asynccontextmanager
     async def taken(self) -> AsyncIterator[str]:

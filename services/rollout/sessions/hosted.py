@@ -24,6 +24,7 @@ from millrace.environments.built_in import Verifiers, options_of
 from millrace.rewards.outcome import fits
 from millrace.spec import JobSpec
 from millrace.spec.environment import Environment
+from millrace.wire.tls import trusted_by_host
 from services.rollout.engine import Engine, Sampling
 from services.rollout.environments.environment import EnvironmentFailed
 from services.rollout.episode.chat import Chat
@@ -126,7 +127,7 @@ class HostedEpisodes:
         """Waits until the host answers, as long as an episode may take. Raises EnvironmentFailed."""
         wait_s, limit_s, url = FIRST_WAIT_S, self.environment.episode_s, f"{self.options.url.rstrip('/')}/health"
         try:
-            async with asyncio.timeout(limit_s), httpx.AsyncClient(timeout=CONNECT_S, trust_env=False) as client:
+            async with asyncio.timeout(limit_s), self._client(httpx.Timeout(CONNECT_S)) as client:
                 while True:
                     try:
                         (await client.get(url)).raise_for_status()
@@ -167,7 +168,7 @@ class HostedEpisodes:
         url, limits = f"{self.options.url.rstrip('/')}/episodes", httpx.Timeout(None, connect=CONNECT_S)
         parts, size = [], 0
         async with (
-            httpx.AsyncClient(timeout=limits, trust_env=False) as client,
+            self._client(limits) as client,
             client.stream("POST", url, content=json.dumps(asked), headers=headers) as answer,
         ):
             answer.raise_for_status()
@@ -176,6 +177,9 @@ class HostedEpisodes:
                 if (size := size + len(part)) > LARGEST_ANSWER:
                     raise EnvironmentFailed(f"the host answered with more than {LARGEST_ANSWER >> 20} MiB")
         return b"".join(parts)
+
+    def _client(self, limits: httpx.Timeout) -> httpx.AsyncClient:
+        return httpx.AsyncClient(timeout=limits, trust_env=False, verify=trusted_by_host(self.options.url))
 
     def _asked(self, session: Session) -> dict[str, Any]:
         """The request for an episode, `EpisodeRequest` of `services/environments/messages.py`."""

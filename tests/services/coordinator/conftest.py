@@ -84,7 +84,7 @@ class CoordinatorProcess:
     def says(self, path: str) -> bool:
         """Whether it answers this path with success."""
         try:
-            return httpx.get(f"{self.client.url}{path}", verify=verifying(), timeout=5.0).is_success
+            return httpx.get(f"{self.client.url}{path}", verify=verifying(self.client.url), timeout=5.0).is_success
         except httpx.HTTPError:
             return False
 

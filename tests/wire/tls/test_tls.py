@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from millrace.wire.channel import Peer
 from millrace.wire.http_server import HttpServer, listening
 from millrace.wire.server import Server
 from millrace.wire.tls import identity as identities
+from millrace.wire.tls import own
 from millrace.wire.tls.faults import TlsFault
 from millrace.wire.tls.own import LOOK_EVERY_S
 from tests.certificates import Authority, Files
@@ -307,3 +309,23 @@ def test_rest_may_ask_for_certificates(become, fleet: Authority, tmp_path: Path)
             client.fleet()
 
     asyncio.run(rest(use, required=True))
+
+
+def test_outside_clients_trust_the_authorities_of_the_host_and_read_them_for_https_only(
+    become, fleet: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become(fleet.member("outside").variables())
+    monkeypatch.setenv("SSL_CERT_FILE", str(fleet.ca))
+
+    def use(port: int) -> None:
+        become(PLAIN)
+        url = f"HTTPS://127.0.0.1:{port}"
+        with Client(url) as client:
+            assert client.ready()
+        context = own.trusted_by_host(url)
+        assert context.cert_store_stats()["x509_ca"] == 1 and own.verifying(url) is context
+        for plain in (own.trusted_by_host("http://127.0.0.1"), own.verifying("http://127.0.0.1")):
+            assert plain.cert_store_stats()["x509"] == 0
+            assert plain.verify_mode is ssl.CERT_REQUIRED and plain.check_hostname
+
+    asyncio.run(rest(use))
