@@ -24,7 +24,7 @@ from services.coordinator.jobs.control import Control
 from services.coordinator.jobs.placing import JobViews
 from services.coordinator.rest import fleet, jobs, pages, reading, timeline, users
 from services.coordinator.rest.problems import TooManyRequests, install, refusal
-from services.coordinator.rest.schema import CALLERS, EVERYWHERE, Application, Responses, error_responses
+from services.coordinator.rest.schema import EVERYWHERE, Application, Responses, error_responses
 from services.coordinator.rest.users import Caller, check_table
 from services.coordinator.stages.run import Shared
 from services.coordinator.store import StoreDown
@@ -70,16 +70,15 @@ def application(shared: Shared, control: Control, views: JobViews, webhooks: Web
         names = (name, os.environ.get("MILLRACE_HOST", ""), socket.gethostname())
         allowed.append(Depends(users.no_foreign_page(names)))
     routers = (
-        jobs.routes(shared.store, control, views, shared.events),
-        timeline.routes(shared.store, shared.spans),
-        jobs.webhook_routes(shared.store, webhooks),
-        fleet.routes(shared.whole_fleet, shared.queues),
-        reading.routes(),
-        users.routes(shared.store.users, shared.store.audit),
+        jobs.routes(allowed, shared.store, control, views, shared.events),
+        timeline.routes(allowed, shared.store, shared.spans),
+        jobs.webhook_routes(allowed, shared.store, webhooks),
+        fleet.routes(allowed, shared.whole_fleet, shared.queues),
+        reading.routes(allowed),
+        users.routes(allowed, shared.store.users, shared.store.audit),
     )
     for router in routers:
-        app.include_router(router, dependencies=allowed, responses=CALLERS)
-    # Newer releases of FastAPI do not list the endpoints of a router in `app.routes`.
+        app.take(router)
     app.state.endpoints = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     check_table({(method, route.path) for route in app.state.endpoints for method in route.methods})
     _operations(app, shared)

@@ -11,15 +11,15 @@ from millrace.ids import MemberId
 from millrace.rest import FleetView, LogLineView, LogView, MemberView
 from millrace.telemetry.logs import MOST_LINES, TAIL, LogLine
 from services.coordinator.fleet.fleet import Fleet
-from services.coordinator.rest.schema import error_responses
+from services.coordinator.rest.schema import Guards, error_responses, subject
 from services.coordinator.work.queue import Queues
 
 COORDINATOR = "coordinator"
 """Names the coordinator itself if a member's id is asked for."""
 
 
-def routes(fleet: Fleet, queues: Queues) -> APIRouter:
-    router = APIRouter(prefix="/v1/fleet", tags=["fleet"])
+def routes(guards: Guards, fleet: Fleet, queues: Queues) -> APIRouter:
+    router = subject("/v1/fleet", "fleet", guards)
 
     @router.get("")
     async def show() -> FleetView:

@@ -51,8 +51,8 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
 
-def routes(store: Store, control: Control, views: JobViews, events: Events) -> APIRouter:
-    router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=ERRORS)
+def routes(guards: schema.Guards, store: Store, control: Control, views: JobViews, events: Events) -> APIRouter:
+    router = schema.subject("/v1/jobs", "jobs", guards, ERRORS)
 
     @router.post("", status_code=201, openapi_extra=schema.SPEC_BODY, responses=SUBMITTED)
     async def submit(
@@ -216,8 +216,8 @@ def frame(event: Event) -> bytes:
     return f"id: {event.id}\nevent: {event.kind}\ndata: {data}\n\n".encode()
 
 
-def webhook_routes(store: Store, webhooks: Webhooks) -> APIRouter:
-    router = APIRouter(prefix="/v1", tags=["webhooks"])
+def webhook_routes(guards: schema.Guards, store: Store, webhooks: Webhooks) -> APIRouter:
+    router = schema.subject("/v1", "webhooks", guards)
 
     @router.post("/webhooks/test", responses=schema.error_responses({409: "The coordinator has no webhook."}))
     async def test_own() -> list[WebhookResult]:

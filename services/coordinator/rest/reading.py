@@ -19,7 +19,7 @@ from services.coordinator.observe import groups, histograms, series, tokens
 from services.coordinator.observe.images import ImageFiles
 from services.coordinator.rest import bodies
 from services.coordinator.rest.bodies import LARGEST_STEP, Id
-from services.coordinator.rest.schema import BODY_ERRORS, SPEC_BODY, Responses, error_responses
+from services.coordinator.rest.schema import BODY_ERRORS, SPEC_BODY, Guards, Responses, error_responses, subject
 from services.coordinator.store import Store
 
 MOST_KEYS = 100
@@ -146,8 +146,8 @@ def add_samples(router: APIRouter, store: Store) -> None:
         return Response(file, media_type=kind, headers={**ONLY_SHOWN, **kept, **named})
 
 
-def routes() -> APIRouter:
-    router = APIRouter(prefix="/v1/spec", tags=["spec"])
+def routes(guards: Guards) -> APIRouter:
+    router = subject("/v1/spec", "spec", guards)
 
     @router.get("/schema")
     async def schema() -> dict[str, Any]:

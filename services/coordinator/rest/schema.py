@@ -1,9 +1,9 @@
 """The OpenAPI document: what FastAPI derives from the routes, and what it cannot see in them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, params
 
 from millrace.rest import Problem
 from millrace.spec import JobSpec
@@ -59,9 +59,9 @@ HEADERS = {
 
 
 def error_responses(descriptions: Mapping[int, str]) -> Responses:
-    """Error answers of a route, from what each status means there."""
+    """Error answers of a route, from what each status means there. `Application` adds that all are a Problem."""
     return {
-        status: {"model": Problem, "description": text} | ({"headers": HEADERS[status]} if status in HEADERS else {})
+        status: {"description": text} | ({"headers": HEADERS[status]} if status in HEADERS else {})
         for status, text in descriptions.items()
     }
 
@@ -76,7 +76,9 @@ BODY_ERRORS = error_responses(
 )
 """Error answers of a route that takes a body."""
 EVERYWHERE = error_responses({405: "The path does not take this method."})
-"""Error answers of every path."""
+"""Error answers of every path. They alone name the type, for its place among the schemas: it takes time for each route
+and each answer that does."""
+EVERYWHERE[405] |= {"model": Problem}
 CALLERS = error_responses(
     {
         401: "The token is missing or wrong.",
@@ -87,9 +89,23 @@ CALLERS = error_responses(
 )
 """Error answers of every path that asks who the caller is."""
 
+Guards = Sequence[params.Depends]
+"""What every request goes through that asks who the caller is."""
+
+
+def subject(prefix: str, tag: str, guards: Guards, responses: Responses | None = None) -> APIRouter:
+    """A router for the endpoints of one subject. Its routes are complete, as `Application.take` takes them."""
+    answers = EVERYWHERE | CALLERS | (responses or {})
+    return APIRouter(prefix=prefix, tags=[tag], dependencies=guards, responses=answers)
+
 
 class Application(FastAPI):
     """FastAPI with an OpenAPI document that says how errors and event streams are really sent."""
+
+    def take(self, router: APIRouter) -> None:
+        """Serves the routes of a router. `include_router` would make each of them a second time, which doubles the time
+        until a coordinator answers."""
+        self.router.routes.extend(router.routes)
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema:

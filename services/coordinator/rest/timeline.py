@@ -15,6 +15,7 @@ from services.coordinator.diagnosis.findings import diagnose
 from services.coordinator.observe.span_store import KEPT_STEPS, SpanStore
 from services.coordinator.rest.bodies import LARGEST_STEP, Id
 from services.coordinator.rest.jobs import ERRORS
+from services.coordinator.rest.schema import Guards, subject
 from services.coordinator.state.job import JobRecord
 from services.coordinator.store import Store
 from services.coordinator.timeline.idle import Activity
@@ -27,8 +28,8 @@ STEPS = 10
 """Steps that are judged unless somebody asks for others."""
 
 
-def routes(store: Store, spans: SpanStore) -> APIRouter:
-    router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=ERRORS)
+def routes(guards: Guards, store: Store, spans: SpanStore) -> APIRouter:
+    router = subject("/v1/jobs", "jobs", guards, ERRORS)
 
     @router.get("/{job_id}/timeline", description=ABOUT)
     async def timeline(job_id: Id, from_step: Step = None, to_step: Step = None) -> TimelineView:

@@ -17,15 +17,15 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from millrace.errors import InvalidState, MillraceError
 from millrace.rest.users import FLEET, NAME, AuditView, NewToken, Role, UserView
 from services.coordinator.rest.problems import Forbidden, Unauthorized
-from services.coordinator.rest.schema import error_responses
+from services.coordinator.rest.schema import Guards, error_responses, subject
 from services.coordinator.store.users import AuditLog, Users
 
 Name = Annotated[str, Path(pattern=NAME, description="A user's name.")]
 ERRORS = error_responses({404: "No such user.", 409: "The state of the user does not allow it."})
 
 
-def routes(users: Users, audit: AuditLog) -> APIRouter:
-    router = APIRouter(prefix="/v1", tags=["users"])
+def routes(guards: Guards, users: Users, audit: AuditLog) -> APIRouter:
+    router = subject("/v1", "users", guards)
 
     @router.get("/users")
     async def show() -> list[UserView]:
