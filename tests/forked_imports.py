@@ -1,5 +1,7 @@
 """What the server of tests/forked.py imports for all. vLLM is not in it, nor Megatron, which changes torch."""
 
+import contextlib
+import importlib
 import os
 
 # As the trainer sets them; torch reads them when it is loaded.
@@ -22,5 +24,11 @@ import services.trainer.rank  # noqa: F401
 
 if torch.version.cuda is None:  # with GPUs it may import torchao, which starts CUDA
     import peft  # noqa: F401
+
+SERVING = ("anyio._backends._asyncio", "encodings.idna", "pydantic.v1", "uvicorn.lifespan.on", "uvloop")
+"""What libraries import when a coordinator begins to serve, as far as it is installed."""
+for name in SERVING:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 
 torch.set_num_threads(1)

@@ -34,6 +34,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
                 http=type("_Protocol", (PatientProtocol,), {"own": identity()}),
+                ws="none",
                 log_config=None,
                 access_log=False,
                 backlog=backlog,
