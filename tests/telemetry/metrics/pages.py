@@ -13,13 +13,14 @@ def page_with(port: int, wanted: Sequence[str] = (), holds: Callable[[str], bool
     """The page that a service of this host serves at `port`, as soon as it has every text of `wanted` and `holds`
     is true of it."""
     until = time.monotonic() + WITHIN_S
-    while True:
-        page = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, timeout=WITHIN_S).text
-        missing = [text for text in wanted if text not in page]
-        if not missing and holds(page):
-            return page
-        assert time.monotonic() < until, f"{missing or holds} is not in\n{page}"
-        time.sleep(0.05)
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=WITHIN_S) as http:
+        while True:
+            page = http.get("/metrics").text
+            missing = [text for text in wanted if text not in page]
+            if not missing and holds(page):
+                return page
+            assert time.monotonic() < until, f"{missing or holds} is not in\n{page}"
+            time.sleep(0.05)
 
 
 def value(page: str, sample: str) -> float:

@@ -34,6 +34,12 @@ def url(coordinator: CoordinatorProcess) -> str:
 
 
 @pytest.fixture(scope="module")
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, trust_env=False, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
 def admin(url: str) -> Iterator[Client]:
     with Client(url, ADMIN) as client:
         yield client
@@ -45,20 +51,22 @@ def tokens(admin: Client) -> dict[Role, str]:
     return {role: admin.add_user(f"of-{role}", role).token for role in Role}
 
 
-def asked(url: str, token: str, method: str, path: str) -> httpx.Response:
+def asked(http: httpx.Client, token: str, method: str, path: str) -> httpx.Response:
     """The answer to a request with nothing in it."""
     filled = path.format(job_id=UNKNOWN, member_id="nobody", name="nobody", record="1-0", prompt_id="0-1", number=1)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return httpx.request(method, f"{url}{filled}", headers=headers, trust_env=False, timeout=30)
+    return http.request(method, filled, headers=headers)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "path"), [*ROLES])
-def test_each_role_may_do_what_the_table_says(method: str, path: str, url: str, tokens: dict[Role, str]) -> None:
-    assert asked(url, "", method, path).status_code == 401
-    assert asked(url, "mr_nobody", method, path).status_code == 401
+def test_each_role_may_do_what_the_table_says(
+    method: str, path: str, http: httpx.Client, tokens: dict[Role, str]
+) -> None:
+    assert asked(http, "", method, path).status_code == 401
+    assert asked(http, "mr_nobody", method, path).status_code == 401
     for role, token in tokens.items():
-        answer = asked(url, token, method, path)
+        answer = asked(http, token, method, path)
         assert (answer.status_code != 403) == role.allows(ROLES[method, path]), (role, answer.text)
         assert answer.status_code != 401
 
@@ -77,7 +85,9 @@ def test_no_endpoint_can_be_forgotten() -> None:
 
 
 @pytest.mark.slow
-def test_users_see_their_own_jobs_only(url: str, admin: Client, tokens: dict[Role, str], spec: dict[str, Any]) -> None:
+def test_users_see_their_own_jobs_only(
+    url: str, http: httpx.Client, admin: Client, tokens: dict[Role, str], spec: dict[str, Any]
+) -> None:
     alice, bob = (Client(url, admin.add_user(name).token) for name in ("alice", "bob"))
     with alice, bob:
         job = alice.submit(spec, key="mine")
@@ -98,7 +108,7 @@ def test_users_see_their_own_jobs_only(url: str, admin: Client, tokens: dict[Rol
         for method, path in ROLES:
             if "{job_id}" in path:
                 filled = path.format(job_id=job.id, record="1-0", prompt_id="0-1", number=1)
-                answer = httpx.request(method, f"{url}{filled}", headers=headers, trust_env=False)
+                answer = http.request(method, filled, headers=headers)
                 assert answer.status_code == 404, (method, path, answer.text)
                 assert job.name not in answer.text
         assert alice.cancel(job.id).user == "alice" and admin.cancel(other.id).id == other.id
@@ -111,9 +121,9 @@ def test_users_see_their_own_jobs_only(url: str, admin: Client, tokens: dict[Rol
 
 
 @pytest.mark.slow
-def test_tokens_end_with_their_user_and_with_their_successor(url: str, admin: Client) -> None:
+def test_tokens_end_with_their_user_and_with_their_successor(http: httpx.Client, admin: Client) -> None:
     def valid(token: str) -> bool:
-        return asked(url, token, "GET", "/v1/fleet").status_code == 200
+        return asked(http, token, "GET", "/v1/fleet").status_code == 200
 
     first = admin.add_user("carol")
     second = admin.new_token("carol")

@@ -11,6 +11,7 @@ import httpx
 
 from millrace.data.chat import Rendered
 from millrace.data.row import PromptRow
+from millrace.wire.tls import trusted_by_host
 from services.rollout.engine import Completion, Sampling, StopReason
 from services.rollout.episode.chat import Chat
 from services.rollout.episode.episode import Episode, Prompt
@@ -111,7 +112,7 @@ async def served(
     url = server.url
     chats = Chats(Chat(TOKENIZER, "default", spec.rollout.agent.renderer_options, field="rollout.agent"))
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=120, verify=trusted_by_host(url)) as http:
             yield Served(AgentEpisodes(sessions, chats, spec, asyncio.Semaphore(2)), Scripted(policy), url, http)
     finally:
         await server.stop()
