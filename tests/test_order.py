@@ -24,7 +24,7 @@ ORDER = {
         data
         bench checkpoints
         megatron report terminal
-        client hub lora
+        client hub lora shared_copies
         spec
         events service_process trackers
         backends engines environments rest

@@ -6,12 +6,13 @@ from millrace.errors import MillraceError
 from millrace.local.child_processes import watchdog
 from millrace.local.options import StackOptions, of_this_host
 from millrace.local.service_log import say
-from millrace.local.supervisor import supervise
 
 
 def main(role: str, text: str) -> int:
     if role == "watchdog":
         return watchdog((sys.executable, "-m", "millrace.local", "supervise", text))
+    from millrace.local.supervisor import supervise  # imports the client, which a watchdog does without
+
     options = StackOptions.from_json(text)
     try:
         return supervise(options, of_this_host(options))

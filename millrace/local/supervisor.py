@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from millrace import shared_copies
 from millrace.client import Client
-from millrace.data import shared_copies
 from millrace.errors import InvalidState, MillraceError, Unavailable
 from millrace.local import child_processes, state_folder
 from millrace.local.folders import new_private_folder

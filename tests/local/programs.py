@@ -138,6 +138,7 @@ async def main():
     await keeping
     await stack.stop()
     assert not supervisor.child_processes.descendants()
+    assert not {"numpy", "millrace.spec"} & set(sys.modules), "a stack starts without them"
 
 adopt_orphans()
 asyncio.run(main())

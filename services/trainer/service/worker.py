@@ -13,10 +13,10 @@ from millrace.admission import choices
 from millrace.admission.advice import across_hosts, advice
 from millrace.contracts.methods import TrainerRpc
 from millrace.contracts.v1 import trainer_pb2 as pb
-from millrace.data.shared_copies import SharedCopy, in_shared_memory
 from millrace.errors import InvalidState, MillraceError, OutOfMemory, PartialOutOfMemory, PartialStep
 from millrace.ids import JobId, Version
 from millrace.memory.ledger import Phase
+from millrace.shared_copies import SharedCopy, in_shared_memory
 from millrace.spec import JobSpec
 from millrace.telemetry.spans.context import TraceContext, within
 from services.trainer.algorithms.functions import load_algorithms

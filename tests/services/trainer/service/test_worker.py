@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from millrace import shared_copies
 from millrace.contracts.v1 import trainer_pb2 as pb
-from millrace.data import shared_copies
 from millrace.errors import InvalidState, MillraceError, NonFinite, OutOfMemory, PartialStep
 from millrace.memory.ledger import Part
 from millrace.spec import JobSpec

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from millrace.data import shared_copies
+from millrace import shared_copies
 from millrace.errors import InvalidJob, Unavailable
 from tests.services.trainer.groups import job_spec
 
 USER = """
 import sys
 from pathlib import Path
-from millrace.data import shared_copies
+from millrace import shared_copies
 shared_copies.SHARED_MEMORY = Path(sys.argv[1])
 copy = shared_copies.acquire(Path(sys.argv[2]))
 print(copy.path, flush=True)

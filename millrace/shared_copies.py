@@ -14,12 +14,14 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from millrace.errors import InvalidJob, Unavailable, refused
-from millrace.spec import JobSpec
+
+if TYPE_CHECKING:
+    from millrace.spec import JobSpec  # the local stack, which only collects, does without its imports
 
 log = structlog.get_logger(__name__)
 
@@ -46,7 +48,7 @@ class SharedCopy:
         os.close(self._lock)
 
 
-def in_shared_memory(spec: JobSpec) -> tuple[JobSpec, list[SharedCopy]]:
+def in_shared_memory(spec: "JobSpec") -> "tuple[JobSpec, list[SharedCopy]]":
     """The spec with the paths of copies in place of its model folders, if it asks for that, and the copies, which
     the caller releases. Raises InvalidJob if a folder cannot be read, if there is no room, or if this user
     cannot have shared memory for itself; Unavailable if another process takes too long."""
