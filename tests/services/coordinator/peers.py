@@ -72,6 +72,8 @@ class Faults(dict[str, Fault]):
             await self[method](request)
 
 
+FETCH_S = 10.0
+"""Deadline of a trainer's Work/Fetch. To a coordinator that stands still, gRPC itself notices after 30 s."""
 REGISTRATIONS = 20
 """Attempts of a member to register, half a second apart."""
 
@@ -337,7 +339,7 @@ class SimulatedTrainer(Member, trainer_pb2_grpc.TrainerServicer):
         """Fetches the groups; answers what to tell of those that are shown."""
         wanted = [group.prompt_id for group in request.groups]
         fetch = work_pb2.FetchRequest(job_id=request.job_id, prompt_ids=wanted)
-        peer = Peer(request.work_address)
+        peer = Peer(request.work_address, {WorkRpc.Fetch.key: FETCH_S})
         groups = [group async for group in peer.stream(WorkRpc.Fetch, fetch)]
         await peer.close()
         assert [group.prompt_id for group in groups] == wanted
