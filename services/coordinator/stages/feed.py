@@ -50,6 +50,19 @@ class Arrived:
         return [group for group in self.first if group.prompt_id not in given]
 
 
+LAST_SHARE = 0.25
+"""If at most this share of a step's groups is missing, the trainer gets those that came without waiting for more."""
+
+
+def is_due(early: Sequence[GroupSummary], missing: int, wanted: int, tokens: int) -> bool:
+    """Whether the trainer gets these groups now. They have to hold `tokens`, a micro-batch for each rank, unless
+    few of the `wanted` groups are missing: the engines empty then, and what waited for a full micro-batch would be
+    trained after the longest answer."""
+    if not early:
+        return False
+    return missing <= LAST_SHARE * wanted or sum(sum(group.lengths) for group in early) >= tokens
+
+
 def _place(entry: str) -> tuple[int, int]:
     """Id of an entry of a Redis stream: milliseconds and a number. Groups of an earlier release, without one, are
     first."""
@@ -58,8 +71,8 @@ def _place(entry: str) -> tuple[int, int]:
 
 
 class Feed:
-    """The batch of the next step, as it grows. The trainer gets a part of it whenever it is idle and the new groups
-    have a micro-batch for each of its ranks; the last part is left to the caller."""
+    """The batch of the next step, as it grows. The trainer gets a part of it whenever it is idle and `is_due` says so.
+    The last part is left to the caller."""
 
     def __init__(self, run: Run, batch: Batch) -> None:
         self.batch = batch
@@ -99,16 +112,18 @@ class Feed:
             self.batch.waited_s = time.monotonic() - self._began - self.batch.trained_s
             return self.batch
         early = arrived.early_part(given)
-        if self._giving is None and self._parts_allowed and self._fills_all_ranks(early):
+        missing = wanted - len(given) - len(early)
+        if self._giving is None and self._parts_allowed and is_due(early, missing, wanted, self._tokens):
             self.batch.parts.append(Part(early))
             await keep(self._run, self.batch, complete=False)
             self._begin()
         return None
 
-    def _fills_all_ranks(self, groups: list[GroupSummary]) -> bool:
+    @property
+    def _tokens(self) -> int:
+        """Of one micro-batch for each rank."""
         run = self._run
-        budget = run.job.token_budget or run.spec.trainer.token_budget
-        return sum(sum(group.lengths) for group in groups) >= budget * run.microbatches_at_once
+        return (run.job.token_budget or run.spec.trainer.token_budget) * run.microbatches_at_once
 
     def _begin(self) -> None:
         self._giving = asyncio.create_task(self._give())

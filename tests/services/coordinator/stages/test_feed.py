@@ -4,11 +4,12 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.ids import PromptId
-from services.coordinator.stages.feed import Arrived
+from services.coordinator.stages.feed import Arrived, is_due
 from services.coordinator.state.group import GroupSummary
 
 STEPS = 3
@@ -122,3 +123,13 @@ def test_at_staleness_0_the_trainer_may_begin_with_every_complete_group() -> Non
     job = Replay(4, 4, False, [3, 1, 0], [1], [0], given_parts)
     job.run()
     assert job.parts == 3 * STEPS
+
+
+@pytest.mark.parametrize(
+    ("groups", "missing", "due"),
+    [(0, 2, False), (3, 5, False), (4, 5, True), (1, 3, False), (1, 2, True), (0, 0, False)],
+    ids=["none", "too few", "a micro-batch", "before the last quarter", "the last quarter", "nothing left"],
+)
+def test_a_part_fills_a_micro_batch_unless_it_is_of_the_last_groups(groups: int, missing: int, due: bool) -> None:
+    """Each group has two tokens."""
+    assert is_due([complete(place) for place in range(groups)], missing, wanted=8, tokens=8) is due
