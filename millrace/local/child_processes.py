@@ -129,6 +129,8 @@ def watchdog(supervising: Sequence[str]) -> int:
     before = {n: signal.signal(n, ask_to_stop) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         status = _wait(supervisor)
+        if asked == 1 and status == -signal.SIGTERM:
+            status = 0  # it was asked to stop before it had begun
         if status < 0:
             say("millrace", f"the supervisor was ended by {signal.Signals(-status).name}; its services are stopped.")
         if left := sweep():

@@ -51,3 +51,21 @@ def test_sweep_ends_stubborn_grandchildren_whose_parent_is_gone(mark: str) -> No
     told, _ = process.communicate("go\n", timeout=20)
     assert "left []" in told
     eventually(lambda: not alive(mark))
+
+
+WATCHING = """
+import sys
+from millrace.local.child_processes import watchdog
+raise SystemExit(watchdog((sys.executable, "-c", "import time; print('importing', flush=True); time.sleep(600)")))
+"""
+
+
+def test_a_supervisor_that_has_not_begun_is_stopped_in_order() -> None:
+    """It has no handler of signals while it imports."""
+    argv = [sys.executable, "-c", WATCHING]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    assert "importing" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    told, _ = process.communicate(timeout=60)
+    assert (told, process.returncode) == ("", 0)
