@@ -25,13 +25,20 @@ def test_ctrl_c_while_a_command_imports_prints_no_traceback(command: str, tmp_pa
     words = [word.replace("CHECKPOINT", str(tmp_path / "step-1")) for word in COMMANDS[command]]
     argv = [sys.executable, "-X", "importtime", *words]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as process:
+    with subprocess.Popen(
+        argv, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment, preexec_fn=_take_ctrl_c
+    ) as process:
         assert process.stderr is not None
         told = next(line for line in process.stderr if line.split("|")[-1].strip() == last)
         process.send_signal(signal.SIGINT)
         told += process.stderr.read()
     assert process.returncode == 130
     assert all(line.startswith("import time:") for line in told.splitlines()), told
+
+
+def _take_ctrl_c() -> None:
+    """The tests may run in the background of a shell, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("ignored", [False, True])
