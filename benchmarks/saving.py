@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shapes import config_of, cut
-from benchmarks.training import Case, draw_fsdp2_weights, job_spec, micro_batches, update
+from benchmarks.training import Case, draw_fsdp2_weights, job_spec, joined, micro_batches, update
 from millrace.ids import JobId, Version
 from millrace.megatron.architectures.published import shape_of
 from services.trainer.backends import build
@@ -28,7 +28,7 @@ from services.trainer.ranks.world import World
 
 BLOCK_BYTES = 64 << 20
 TOKENS = 8192
-"""Of the update before the saves."""
+"""Number of tokens of the update before the saves."""
 
 
 def main() -> None:
@@ -39,16 +39,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; a temporary folder if left out")
     options = parser.parse_args()
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": "29512"}.items():
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    world = World.join()
+    world = joined()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         backend = trained(Path(folder) / "model", options, world)
         for number in range(options.rounds):
-            print(
-                json.dumps({"parameters": backend.parameters, **saved(Path(folder) / str(number), backend)}), flush=True
-            )
+            print(json.dumps(saved(Path(folder) / str(number), backend)), flush=True)
 
 
 def trained(folder: Path, options: argparse.Namespace, world: World) -> Backend:

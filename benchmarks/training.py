@@ -236,6 +236,14 @@ def cases(options: argparse.Namespace, root: Path) -> Iterator[Case]:
                         yield Case(*about, options.tokens)
 
 
+def joined() -> World:
+    """The ranks of torchrun, or this process alone without it."""
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+    return World.join()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-1.7b")
@@ -254,10 +262,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="another update, by kind of kernel on the GPU")
     parser.add_argument("--updates", type=int, default=4, help="timed ones, after one that is not")
     options = parser.parse_args()
-    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    for name, value in alone.items():
-        os.environ.setdefault(name, value)
-    world = World.join()
+    world = joined()
     draw_weights(options.backends.split(","))
     with tempfile.TemporaryDirectory() as folder:
         for case in cases(options, Path(folder)):

@@ -9,6 +9,7 @@ from typing import Any
 from millrace.data.model_folder import (
     OTHER_HEADS,
     TOKENIZER_FILES,
+    check_regular,
     check_weights_folder,
     context,
     has_chat_template,
@@ -116,8 +117,7 @@ def mistakes_of(term: JudgeTerm) -> Iterator[Mistake]:
     if text is None:
         file_path = Path(judge.prompt_file or "")
         try:
-            if file_path.exists() and not file_path.is_file():
-                raise ValueError("it is not a regular file")
+            check_regular(file_path)
             with file_path.open("rb") as file:
                 text = file.read(LARGEST_TEMPLATE + 1).decode()
             if len(text) > LARGEST_TEMPLATE:

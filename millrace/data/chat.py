@@ -97,7 +97,7 @@ class _Beginning:
 
     token_ids: list[int]
     characters: int
-    """Of the whole text."""
+    """Number of characters of the whole text."""
 
 
 def _tokens(

@@ -166,10 +166,15 @@ def has_chat_template(folder: Path) -> bool:
     return config.is_file() and bool(_json(config, folder).get("chat_template"))
 
 
+def check_regular(file: Path) -> None:
+    """Raises ValueError for what is there and no file: to read a pipe or a device may never end."""
+    if file.exists() and not file.is_file():
+        raise ValueError("it is not a regular file")
+
+
 def _json(file: Path, folder: Path, field: str = FIELD) -> dict[str, Any]:
     try:
-        if file.exists() and not file.is_file():
-            raise ValueError("it is not a regular file")
+        check_regular(file)
         tree = json.loads(file.read_bytes())
     except FileNotFoundError as error:
         fix = "give the folder of a Hugging Face model, with config, tokenizer and weights."

@@ -56,7 +56,7 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class EngineOrigin:
-    """Where the engine of the configured job comes from."""
+    """Tells whether the engine of the configured job was started for it or kept."""
 
     kept: bool = False
     """It is the one of the job before."""

@@ -170,7 +170,7 @@ def trusted_by_host(url: str) -> ssl.SSLContext:
 
 @functools.lru_cache(maxsize=4)
 def _authorities(file: str | None, folder: str | None) -> ssl.SSLContext:
-    """Those of the file, or else of the folder, or else of the package certifi."""
+    """A context that trusts the authorities of the file; without one those of the folder, without both certifi's."""
     if file or folder:
         return ssl.create_default_context(cafile=file or None, capath=None if file else folder)
     import certifi

@@ -121,7 +121,7 @@ class Feed:
 
     @property
     def _tokens(self) -> int:
-        """Of one micro-batch for each rank."""
+        """Number of tokens that fill a micro-batch of each rank."""
         run = self._run
         return (run.job.token_budget or run.spec.trainer.token_budget) * run.microbatches_at_once
 

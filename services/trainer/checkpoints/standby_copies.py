@@ -149,7 +149,7 @@ class StandbyCopies:
         pieces: Sequence[Tensor],
         deadline: float,
     ) -> None:
-        """In a thread of its own. A copy that fails is dropped: the next one is a copy of everything again."""
+        """Sends a copy, in a thread of its own. One that fails is dropped: the next copy has everything again."""
         began = time.monotonic()
 
         def send(channel: Channel) -> None:
